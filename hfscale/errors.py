@@ -1,4 +1,4 @@
-"""Define exceptions, and checks that raise :class:`ConfigError`; a message says what was given, found, and needed."""
+"""Define exceptions, and checks that raise :class:`ConfigError`; messages name the wrong value and its remedy."""
 
 import difflib
 import math
@@ -12,18 +12,18 @@ class HFScaleError(Exception):
     """Root of every error raised by hfscale.
 
     Attributes:
-        everywhere: whether every rank raises it, so that no rank need be told.
+        everywhere: whether every rank raises the error itself, so that the error need not be sent to other ranks.
     """
 
     everywhere = False
 
 
 class ConfigError(HFScaleError, ValueError):
-    """Raised if a field of a :class:`~hfscale.ParallelConfig`, or an argument, is unknown or impossible in itself."""
+    """Raised if a field of a :class:`~hfscale.ParallelConfig`, or an argument, is unknown or has an invalid value."""
 
 
 class PlanError(HFScaleError, ValueError):
-    """Raised if a layout does not fit a model. The message lists every problem, each with the valid values."""
+    """Raised if a layout does not fit a model. The message lists every problem with its valid values."""
 
 
 class MeshError(HFScaleError, RuntimeError):
@@ -35,7 +35,7 @@ class CheckpointError(HFScaleError, RuntimeError):
 
 
 class RankFailedError(CheckpointError):
-    """Raised on every rank if some failed in a collective operation; ``failures`` maps ranks to errors' messages."""
+    """Raised on every rank if any rank failed in a collective operation; ``failures`` maps failed ranks to messages."""
 
     everywhere = True
 
@@ -45,7 +45,7 @@ class RankFailedError(CheckpointError):
 
 
 def in_words(error: BaseException | None) -> str:
-    """Return an error's message, preceded by the type's name for Python's own errors; empty only for ``None``."""
+    """Return an error's message, after its class name for most of Python's built-in errors; empty only for ``None``."""
     if error is None:
         return ""
     text = str(error)
@@ -54,12 +54,12 @@ def in_words(error: BaseException | None) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type's name."""
+    """Return the first line of an error's message, or its class name if the message is empty."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def check_count(name: str, given: object, least: int = 1) -> None:
-    """Refuse a value other than an integer of at least ``least`` for an argument called ``name``."""
+    """Raise :class:`ConfigError` unless ``given``, the value of the argument ``name``, is an integer >= ``least``."""
     if isinstance(given, bool) or not isinstance(given, Integral) or given < least:
         raise ConfigError(f"{name}={given!r} is invalid: use a whole number of at least {least}")
 
@@ -73,8 +73,8 @@ def check_number(
     most: float | None = None,
     infinite: bool = False,
 ) -> None:
-    """Refuse a value other than a number for an argument called ``name``: ``above`` a bound, of at ``least`` and at
-    ``most`` others, finite unless ``infinite``.
+    """Raise :class:`ConfigError` unless ``given``, the value of the argument ``name``, is a number > ``above``, >=
+    ``least`` and <= ``most`` (each bound is optional), finite unless ``infinite``.
     """
     fits = isinstance(given, Real) and not isinstance(given, bool) and not math.isnan(given)
     fits = fits and (infinite or not math.isinf(given)) and (above is None or given > above)
@@ -94,27 +94,29 @@ def check_choice(
     known: Sequence[str],
     more: str = "",
 ) -> None:
-    """Refuse a value other than the ``known`` ones for an argument called ``name``; ``more``: others, in words."""
+    """Raise :class:`ConfigError` unless ``given``, the value of the argument ``name``, is among ``known``; the message
+    appends ``more``, a text that describes further valid values.
+    """
     if given not in known:
         hint = did_you_mean(given, known)
         raise ConfigError(f"{name}={given!r} is unknown: {hint}use one of {', '.join(known)}{more}")
 
 
 def check_names(name: str, given: Any, like: str) -> None:
-    """Refuse a value other than a list of names, ``like`` this example, for an argument called ``name``."""
+    """Raise :class:`ConfigError` unless ``given`` is a list of names; ``like`` is an example for the message."""
     listed = isinstance(given, Sequence) and not isinstance(given, str)
     if not listed or not all(isinstance(each, str) and each for each in given):
-        raise ConfigError(f"{name}={given!r} is invalid: pass a list of names, as {like}")
+        raise ConfigError(f"{name}={given!r} is invalid: pass a list of names, such as {like}")
 
 
 def check_switch(name: str, given: object) -> None:
-    """Refuse a value other than ``True`` or ``False`` for an argument called ``name``."""
+    """Raise :class:`ConfigError` unless ``given``, the value of the argument ``name``, is ``True`` or ``False``."""
     if not isinstance(given, bool):
         raise ConfigError(f"{name}={given!r} is not a switch: use True or False")
 
 
 def check_path(name: str, given: object) -> None:
-    """Refuse a value other than a path for an argument called ``name``."""
+    """Raise :class:`ConfigError` unless ``given``, the value of the argument ``name``, is a path."""
     if not isinstance(given, str | os.PathLike) or not str(given).strip():
         raise ConfigError(f"{name}={given!r} is invalid: use the path of a file or directory")
 
@@ -173,7 +175,7 @@ _MEANT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("lora_r", "lora_rank"), ("rank", "r")),
     **dict.fromkeys(("optim", "optimizer_name"), ("optimizer",)),
     **dict.fromkeys(("lr",), ("learning_rate", "lr")),
-    # The number of processes is the launcher's.
+    # The launcher, not hfscale, sets the number of processes.
     **dict.fromkeys(
         ("gpu", "gpus", "num_gpus", "n_gpus", "ngpus", "nproc", "nproc_per_node"), ("gpus",)
     ),
@@ -181,7 +183,7 @@ _MEANT: dict[str, tuple[str, ...]] = {
         ("num_processes", "world_size", "devices", "device", "nodes", "nnodes"), ("gpus",)
     ),
 }
-"""Names in other tools -> names here; the first one that is known is suggested."""
+"""Map names in other tools to hfscale's names; the first of them that is valid in the call is suggested."""
 _SUFFIXES = (".json", ".yaml", ".yml", ".safetensors", ".bin", ".pt", ".gguf")
 
 
@@ -197,8 +199,8 @@ def written_like_a_path(text: str) -> bool:
 
 
 def meant(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the ``known`` name most similar to ``name``, which may have dashes, or ``None`` if none is similar:
-    ``cutoff`` is the least similarity, of 1, of names that are not in the table of synonyms.
+    """Return the ``known`` name most similar to ``name`` (dashes count as underscores), or ``None`` if no name is
+    similar. Names that are not in the table of synonyms need a similarity of ``cutoff`` or more, between 0 and 1.
     """
     plain = {each.lstrip("-").replace("-", "_"): each for each in known}
     asked = name.lstrip("-").replace("-", "_").lower()
@@ -211,6 +213,6 @@ def meant(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """Return ``did you mean 'x'? `` for the ``known`` name most similar to ``name``; empty if none is similar."""
+    """Return ``did you mean 'x'? `` for the ``known`` name most similar to ``name``, or an empty text."""
     close = meant(name, known) if isinstance(name, str) else None
     return f"did you mean {close!r}? " if close else ""

@@ -1,7 +1,8 @@
 """Provide TRL's trainers in any layout: ``from hfscale.trl import SFTTrainer``, with TRL's own configs and arguments.
 
-Each is ``class SFTTrainer(hfscale.TrainerMixin, trl.SFTTrainer)``, made when it is first asked for; a trainer that is
-not listed is made so by hand. See :class:`hfscale.TrainerMixin` for ``parallel``, and docs/trainer.md.
+Each is ``class SFTTrainer(hfscale.TrainerMixin, trl.SFTTrainer)``, created at its first import. A trainer of TRL that
+is not listed here can be subclassed in the same way. See :class:`hfscale.TrainerMixin` for ``parallel``, and
+docs/trainer.md.
 """
 
 import importlib
@@ -24,7 +25,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}"
+            f"module {__name__!r} has no attribute {name!r}: use one of {', '.join(__all__)}"
         )
     try:
         stock = getattr(importlib.import_module("trl"), name)

@@ -294,7 +294,7 @@ def test_adapters_of_pefts_own(model: Any) -> None:
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     for given in (wrapped, wrapped.get_base_model()):
-        words = ("has adapters of PEFT's", "hfscale.get_peft_model(model, peft_config)")
+        words = ("already has PEFT adapters", "hfscale.get_peft_model(model, peft_config)")
         _says(
             ConfigError,
             lambda given=given: hfscale.parallelize(given, hfscale.ParallelConfig(tp_size=2)),

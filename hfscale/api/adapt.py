@@ -52,37 +52,42 @@ def get_peft_model(
     *,
     seed: int | None = None,
 ) -> Any:
-    """Put adapters around the modules of a parallelized model; call it on every rank.
+    """Add PEFT adapters to a parallelized model; call it on every rank.
 
-    The counterpart of PEFT's ``get_peft_model`` over shards: stock weights are frozen, and the adapter's factors start
-    from the values that PEFT gives them in one process. Optimizers made before are refused at their next
-    step. The model itself still works, with the adapters, in :func:`hfscale.train_step` and everywhere else.
+    This is the counterpart of PEFT's ``get_peft_model`` for sharded models: stock weights are frozen, and the adapter's
+    factors start from the values that PEFT gives them in one process. The next step of an optimizer that was created
+    before this call raises an error. ``model`` itself, now with the adapters, still works in :func:`hfscale.train_step`
+    and all other functions.
 
-    In one process PEFT's own function takes what hfscale does not shard: other methods, prompts, a second adapter.
+    In one process, PEFT's own function adds the adapters that hfscale cannot shard: other methods, prompts, a second
+    adapter.
 
     Args:
-        peft_config: a PEFT config, or the path or Hub id of a saved adapter to go on training.
+        peft_config: a PEFT config, or the path or Hub id of a saved adapter to continue training.
         adapter_name: PEFT's name for the adapter.
-        mixed: let PEFT mix methods, in one process alone.
+        mixed: let PEFT mix adapter methods; possible only in one process.
         autocast_adapter_dtype: keep factors of 16-bit weights in 32 bits.
-        revision: the base model's, which the adapter's config names.
-        low_cpu_mem_usage: in one process leave values to a later load, as PEFT does; ranks draw them in any case.
-        seed: seed of new adapters' random values, as after ``torch.manual_seed(seed)``; by default, as in PEFT, they
-            are drawn from torch's current RNG state, that of the first rank.
+        revision: the base model's revision, which is written into the adapter's config.
+        low_cpu_mem_usage: in one process, leave the factors without values for a later load, like PEFT does; over
+            several ranks the factors are always initialized.
+        seed: seed of new adapters' random values, as after ``torch.manual_seed(seed)``; by default, as in PEFT, the
+            values are drawn from torch's current RNG state (of the first rank).
 
     Returns:
         PEFT's model around ``model``.
 
     Raises:
-        ConfigError: over ranks, the model has adapters already, the config asks for something unknown to hfscale, or
-            ``mixed`` is true; anywhere, the config matches no module.
+        ConfigError: over several ranks, the model already has adapters, the config uses an option that hfscale does not
+            support, or ``mixed`` is true; in any layout, the config matches no module.
         CheckpointError: a saved adapter does not fit the model.
     """
     runtime = runtime_of(model)
     if seed is not None:
         check_count("seed", seed, least=0)
     if not isinstance(adapter_name, str) or not adapter_name:
-        raise ConfigError(f"adapter_name={adapter_name!r} is invalid: use a name, as 'default'")
+        raise ConfigError(
+            f"adapter_name={adapter_name!r} is invalid: use a name, such as 'default'"
+        )
     config, source = read_config(peft_config)
     if revision is not None:
         _name_revision(config, revision)
@@ -126,23 +131,26 @@ def get_peft_model(
 def _name_revision(config: Any, revision: str) -> None:
     if config.revision not in (None, revision):
         warnings.warn(
-            f"the PEFT config names the base's revision {config.revision!r}: it is {revision!r} from here",
+            f"the PEFT config names revision {config.revision!r} of the base checkpoint, but the model was loaded "
+            f"from revision {revision!r}: the saved config will name {revision!r}",
             stacklevel=3,
         )
     config.revision = revision
 
 
 def _is_left_to_peft(runtime: Runtime, config: Any, mixed: bool, empty: bool) -> bool:
-    """Return whether PEFT's own function puts an adapter, of ``mixed`` methods or ``empty``, around a model of one
-    process; over ranks, refuse methods that mix, and a second adapter.
+    """Return whether PEFT's own function adds the adapter, because the model runs in one process and the adapter is
+    ``mixed``, ``empty`` or of a method that hfscale does not shard. Over several ranks, raise :class:`ConfigError` for
+    ``mixed`` methods and for a second adapter.
     """
     adapts = bool(runtime.latecomers()) or runtime.adapters is not None
     if runtime.mesh.layout.total_size == 1:
         return adapts or mixed or empty or not is_known(config, runtime.plan)
     if mixed:
         raise ConfigError(
-            f"mixed=True must be used in one process, got {runtime.mesh.layout.describe()}: PEFT's mixed models hold "
-            "adapters of several methods, and a model over ranks has one; leave it out"
+            f"mixed=True must be used in one process, got {runtime.mesh.layout.describe()}: a PEFT mixed model holds "
+            "adapters of several methods, but a model over several ranks can have only one method; leave mixed=True "
+            "out"
         )
     if (existing := runtime.adapters) is not None:
         raise ConfigError(
@@ -161,20 +169,22 @@ def merge_and_unload(
 ) -> Any:
     """Merge adapters into the weights that they adapt, each rank into its shards, and remove them; collective.
 
-    The first rank prints how much merging changed: the largest difference of the logits of a few random tokens, or of
-    the loss if the model runs in stages; nothing of models that read pictures or sound.
+    The first rank prints how much merging changed the model: the largest difference of the logits of a few random
+    tokens, or the difference of the loss if the model has pipeline stages. Nothing is printed for models that read
+    pictures or sound.
 
     Args:
-        dtype: the type of weights that were quantized, including those without adapters; required if there are any.
-        quiet: measure and print nothing; so it is where others than the active adapters are merged.
-        adapter_names: which of several adapters to merge; by default the active ones. The others are dropped.
+        dtype: the dtype to which all quantized weights are dequantized, even weights without adapters; required if the
+            model has quantized weights.
+        quiet: measure and print nothing; implied if adapters other than the active ones are merged.
+        adapter_names: the adapters to merge, the active ones by default. All remaining adapters are dropped.
 
     Returns:
         the stock model.
 
     Raises:
-        ConfigError: the model has no adapters, or adapters around one of two tied weights, or quantized weights and no
-            ``dtype`` is given.
+        ConfigError: the model has no adapters, only one of two tied weights has an adapter, or weights are quantized
+            and no ``dtype`` is given.
     """
     runtime = runtime_of(model)
     if (stock := by_peft.found_around(runtime, model)) is not None:
@@ -182,14 +192,14 @@ def merge_and_unload(
     adapters = runtime.adapters
     if not isinstance(adapters, Adapters):
         raise ConfigError(
-            f"{class_name(runtime.model)} has no adapters to merge: see hfscale.get_peft_model"
+            f"{class_name(runtime.model)} has no adapters to merge: add adapters with hfscale.get_peft_model first"
         )
     quantized = runtime.plan.quantized
     if quantized is not None and dtype is None:
         raise ConfigError(
-            f"adapters cannot be added to weights {quantized.described} without rounding them again: pass "
-            "dtype=torch.bfloat16 to merge into weights of that type, or keep the base as it is and write the adapter "
-            "alone with hfscale.save_pretrained"
+            f"adapters cannot be added to weights {quantized.described} without rounding the sums again: pass "
+            "dtype=torch.bfloat16 to merge into dequantized bfloat16 weights, or keep the base as it is and write the "
+            "adapter alone with hfscale.save_pretrained"
         )
     refuse_tied(adapters, runtime.plan)
     refuse_not_finite(runtime)
@@ -208,7 +218,7 @@ def merge_and_unload(
     try:
         stock, tensors = merge_local_weights(adapters, runtime, tensors, names)
     except CheckpointError:
-        # Of every rank; over quantized weights, stock modules hold rounded values by now.
+        # On every rank; over quantized weights, stock modules already hold rounded values here.
         if quantized is None:
             again = assemble(
                 runtime.model, runtime.plan, runtime.mesh, runtime.options, shares, adapters
@@ -236,18 +246,20 @@ def _names_to_merge(adapters: Adapters, asked: Sequence[str] | None) -> list[str
     names = list(asked or adapters.active)
     if unknown := [name for name in names if name not in adapters.names]:
         raise ConfigError(
-            f"adapter_names must be of the model's, {', '.join(adapters.names)}, got {unknown[0]!r}"
+            f"adapter_names must be names of the model's adapters ({', '.join(adapters.names)}), got {unknown[0]!r}"
         )
     return names
 
 
 def _unload(model: nn.Module) -> Any:
-    """Remove adapters without merging them, and return the stock model; collective. Trained copies of modules stay."""
+    """Remove adapters without merging them, and return the stock model; collective. Trained copies
+    (``modules_to_save``) stay.
+    """
     runtime = runtime_of(model)
     adapters = runtime.adapters
     if not isinstance(adapters, Adapters):
         raise ConfigError(
-            f"{class_name(runtime.model)} has no adapters to unload: see hfscale.get_peft_model"
+            f"{class_name(runtime.model)} has no adapters to unload: add adapters with hfscale.get_peft_model first"
         )
     refuse_tied(adapters, runtime.plan, kinds=(COPY,))
     training = runtime.model.training
@@ -264,7 +276,7 @@ def _unload(model: nn.Module) -> Any:
 def _output_before(
     runtime: Runtime, adapters: Adapters, merged: Sequence[str]
 ) -> tuple[str, Tensor] | None:
-    """Return what the model computes with the adapters to be ``merged``; ``None`` where others are active."""
+    """Return a sample output with the adapters to be ``merged``, or ``None`` if other adapters are active."""
     computes = set(merged) == set(adapters.active) and reads_tokens(runtime.model)
     return _sample_output(runtime) if computes else None
 
@@ -298,6 +310,6 @@ def coverage_report(model: nn.Module) -> str:
     runtime = runtime_of(model)
     if runtime.adapters is None:
         raise ConfigError(
-            f"{class_name(runtime.model)} has no adapters: see hfscale.get_peft_model"
+            f"{class_name(runtime.model)} has no adapters: add adapters with hfscale.get_peft_model first"
         )
     return describe_coverage(runtime.plan)

@@ -1,4 +1,4 @@
-"""A checkpoint and an adapter of it on disk: the model on the meta device, and where each key belongs."""
+"""Read a checkpoint and its adapter from disk: build the model on the meta device, and assign each key a weight."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -32,8 +32,9 @@ _FACTOR = ".lora_"  # in the keys of LoRA's factors
 
 
 class AdaptedBase:
-    """A checkpoint and an adapter of it, in two directories, on the meta device; with ``trusted``, its code runs. The
-    model has the adapter's number of tokens, :attr:`tokens`, if that differs from the checkpoint's.
+    """Hold the model of a checkpoint and its saved adapter on the meta device; ``trusted`` allows the checkpoint's own
+    code to run. The model has the adapter's number of tokens, :attr:`tokens`, if this number differs from the
+    checkpoint's.
     """
 
     name = "default"
@@ -57,25 +58,25 @@ class AdaptedBase:
             model.resize_token_embeddings(self.tokens, mean_resizing=False)
         self.model.config, self.form = split_stored_form(self.model.config)
         self.stock_plan = build_plan(self.model, ParallelConfig())
-        # PEFT's model around another of the same class.
+        # PEFT's model around a second model of the same class.
         self.whole: Any = quietly(wrapped, config, self.name)
         self.adapters = adapter_parameters(self.whole, self.stock_plan)
         self.plan = plan_adapters(self.stock_plan, self.adapters)
         self._fixed = read_fixed(self.whole, self.name, self.trained, str(adapter))
-        # keys, in the adapter's file, of its parameters and of other trained ones, by name
+        # parameter name -> key in the adapter's file, for the adapter's own and other trained parameters
         self.keys = stored_names(self.whole, self.name, self.plan, True)
         self._every_key = stored_keys(self.whole, self.name, self.plan, True)
 
     def placed(self) -> dict[str, str]:
-        """Return the keys of trained weights of the model itself (biases, embeddings), by owned name.
+        """Return the adapter file's keys of trained weights of the model itself (biases, embeddings), by owned name.
 
         Raises:
-            CheckpointError: the file lacks a tensor of its config, or has one that belongs nowhere, has another shape,
-                or differs from another of the same weight.
+            CheckpointError: the file lacks a tensor that its config requires, or has a tensor that matches no weight,
+                has another shape than its weight, or differs from a second tensor of a tied weight.
         """
         factors = {adapter.name for adapter in self.adapters}
         plan = self.plan
-        # PEFT writes rows of tokens of a tied weight once, under the name of its owner.
+        # PEFT writes the token rows of a tied weight once, under the name of the weight that owns them.
         own = {adapter.name for adapter in self.adapters if adapter.tied_to is None}
         self._refuse_missing(key for name, key in self.keys.items() if name in own)
         self._refuse_strange()
@@ -87,29 +88,29 @@ class AdaptedBase:
             shape = tuple(self.trained[key].shape)
             if shape != planned.shape:
                 raise CheckpointError(
-                    f"{self.directory}: {key} has the shape {shape}, and the checkpoint's {name} is {planned.shape}: "
-                    "merge it into the checkpoint that it was trained on"
+                    f"{self.directory}: {key} has the shape {shape}, but the checkpoint's {name} has the shape "
+                    f"{planned.shape}: merge the adapter into the checkpoint that it was trained on"
                 )
             if name in factors:
                 continue
             other = found.setdefault(planned.tied_to or name, key)
             if not self._equal(key, other):
                 raise CheckpointError(
-                    f"{self.directory}: {other} and {key} differ, and are one weight of the checkpoint: set "
-                    "tie_word_embeddings=false in its config.json, with a copy of the weight under both names"
+                    f"{self.directory}: {other} and {key} differ, but they are tied to one weight of the checkpoint: "
+                    "set tie_word_embeddings=false in its config.json, with a copy of the weight under both names"
                 )
         return found
 
     def refuse_beside_factors(self) -> None:
-        """Raise :class:`ConfigError` for what engines do not add to a base: other methods than plain LoRA, and weights
-        of the model itself, as trained copies and resized embeddings are.
+        """Raise :class:`ConfigError` for adapters that engines cannot apply to a base: methods other than plain LoRA,
+        and weights of the model itself, such as trained copies and resized embeddings.
         """
         method = getattr(self.config.peft_type, "value", self.config.peft_type)
         dora = bool(getattr(self.config, "use_dora", False))
         if method != "LORA" or dora:
             raise ConfigError(
-                f"{self.directory} must be plain LoRA for an engine, got {'DoRA' if dora else method}: merge it "
-                "(hfscale merge)"
+                f"{self.directory} must be plain LoRA to be served by an engine, got {'DoRA' if dora else method}: "
+                "merge it (hfscale merge)"
             )
         factors = {
             self.keys[each.name]
@@ -120,28 +121,30 @@ class AdaptedBase:
         if other is not None:
             tokens = "" if self.tokens is None else f", and {self.tokens} tokens"
             raise ConfigError(
-                f"{self.directory} must be low-rank factors alone for an engine, got {other}, a weight of the model "
-                f"itself{tokens}: merge it (hfscale merge)"
+                f"{self.directory} must contain only low-rank factors to be served by an engine, got {other}, a weight "
+                f"of the model itself{tokens}: merge it (hfscale merge)"
             )
 
     def _refuse_missing(self, needed: Iterable[str]) -> None:
         missing = [key for key in needed if key not in self.trained]
         if missing:
             raise CheckpointError(
-                f"{self.directory} lacks {len(missing)} tensors of its config, {missing[0]} for one: save or download "
-                "the adapter again"
+                f"{self.directory} lacks {len(missing)} tensors that its adapter_config.json requires, for example "
+                f"{missing[0]}: save or download the adapter again"
             )
 
     def _refuse_strange(self) -> None:
-        """Refuse keys that no weight has; PEFT writes a trained embedding's copy under two of them."""
+        """Raise :class:`CheckpointError` for keys of no known weight; PEFT writes a trained embedding under two
+        keys.
+        """
         known = set(self.keys.values()) | self._fixed
         strange = [key for key in self.trained if key not in known]
         for key in strange:
             again = self.keys.get(self._every_key.get(key, ""), key.replace(f".{COPY}.", "."))
             if again == key or again not in known or not self._equal(key, again):
                 raise CheckpointError(
-                    f"{self.directory} has {key}, which its config and the checkpoint have no place for: merge it with "
-                    "the library that wrote it, or into the checkpoint that it was trained on"
+                    f"{self.directory} has {key}, which its config and the checkpoint have no place for: merge the "
+                    "adapter with the library that wrote it, or into the checkpoint that it was trained on"
                 )
 
     def _equal(self, key: str, other: str) -> bool:
@@ -154,18 +157,18 @@ class AdaptedBase:
 
 
 def _refuse_source(base: Path) -> None:
-    """Refuse a base whose config, or names of tensors, are not beside its weights."""
+    """Raise :class:`CheckpointError` for a base that is only weights, without its config or Hugging Face's names."""
     source = find_source(base)
     if source is not None and not (base / "config.json").exists():
         raise CheckpointError(
-            f"{base} must be a Hugging Face directory, and holds {source.form} alone: make one of it first (hfscale "
-            f"convert {base} OUT)"
+            f"{base} must be a Hugging Face directory, but holds only {source.form}: convert it first (hfscale convert "
+            f"{base} OUT)"
         )
 
 
 def _other_tokens(model: Any, trained: Mapping[str, TensorOnDisk]) -> int | None:
-    """Return the number of tokens of an adapter that was trained with others than ``model`` has; ``None`` if with as
-    many, or if it has no embedding.
+    """Return the adapter's number of tokens if it differs from the number of ``model``; ``None`` if both are equal, or
+    if the adapter contains no embedding.
     """
     embedding = input_embedding(model)
     if embedding is None:

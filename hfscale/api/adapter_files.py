@@ -1,17 +1,18 @@
 """Merge a saved adapter into a saved checkpoint, or rewrite it for engines: file to file, in one process.
 
-Tensors without adapters are copied as stored. For others PEFT's own merge runs on the full weight and factors, one
-module in memory at a time (:mod:`..features.adapters.merge_adapters`), converted by transformers from the checkpoint's
-form and back to it.
+Tensors without adapters are copied as stored. For weights with adapters, PEFT's own merge runs on the full weight and
+factors, one module in memory at a time (:mod:`..features.adapters.merge_adapters`). Transformers converts these weights
+from the checkpoint's format and back.
 
-Engines know experts one by one. PEFT keeps the factors of a parameter that stacks all experts side by side: ``lora_A``
-is ``[experts * rank, in]``, ``lora_B`` ``[out, rank * experts]``. If a family's checkpoints store the projections of
-each expert by themselves, vLLM and SGLang look for factors under the same names::
+Engines expect separate factors for each expert. PEFT concatenates the factors of all experts of a stacked parameter:
+``lora_A`` is ``[experts * rank, in]``, ``lora_B`` ``[out, rank * experts]``. If a family's checkpoints store the
+projections of each expert separately, vLLM and SGLang expect the factors under the same names::
 
     experts.base_layer.lora_A  ->  experts.3.gate_proj.lora_A [rank, in]    experts.3.up_proj.lora_A [rank, in]
     experts.base_layer.lora_B  ->  experts.3.gate_proj.lora_B [out, rank]   experts.3.up_proj.lora_B [out, rank]
 
-Values are copied. Families whose checkpoints store stacked experts (gpt-oss) are served from PEFT's own format.
+Values are copied unchanged. Families whose checkpoints store stacked experts (gpt-oss) need no rewriting: engines read
+PEFT's own format.
 """
 
 import json
@@ -55,7 +56,7 @@ _OF_TOKENIZERS = (
 
 
 class _Merged:
-    """The base's tensors, as plain values, and the weights that the adapter changes."""
+    """Hold the base's tensors, dequantized, and merge the weights that the adapter changes."""
 
     def __init__(self, base: Path, adapter: Path, trusted: bool) -> None:
         self.adapted = adapted = AdaptedBase(base, adapter, trusted)
@@ -72,7 +73,9 @@ class _Merged:
         load_weights_as(
             self.stored, self.targets, {n: t.dtype for n, t in adapted.model.state_dict().items()}
         )
-        self.keys_of: dict[str, list[str]] = {}  # owned name -> keys that it is made of
+        self.keys_of: dict[
+            str, list[str]
+        ] = {}  # owned name -> checkpoint keys that form the weight
         for key, target in self.targets.items():
             for name in (target.name, *target.others):
                 self.keys_of.setdefault(self.owned.get(name, name), []).append(key)
@@ -81,23 +84,25 @@ class _Merged:
         lost = [key for name, key in self.placed.items() if name not in self.keys_of]
         if lost:
             raise CheckpointError(
-                f"{adapter} has {lost[0]}, and {base} stores no such weight: merge it into the checkpoint that it was "
-                "trained on"
+                f"{adapter} adapts {lost[0]}, but {base} stores no such weight: merge the adapter into the checkpoint "
+                "that it was trained on"
             )
         self._refuse_rows(base)
 
     def _refuse_rows(self, base: Path) -> None:
-        """Refuse weights with a row for each token that the adapter does not bring, if it has other tokens."""
+        """Raise :class:`CheckpointError` if the adapter has another number of tokens than the base, but omits a weight
+        with one row per token.
+        """
         for key, shape in self.resized().items():
             if not self.changed(key) and not self._is_buffer(key):
                 raise CheckpointError(
-                    f"the adapter was trained with {self.adapted.tokens} tokens, and has no {key}, of which {base} "
-                    f"stores {self.stored[key].shape[0]} rows and {shape[0]} are needed: save it with the embedding "
-                    "and the head (PEFT's save_embedding_layers=True)"
+                    f"the adapter was trained with {self.adapted.tokens} tokens, and has no {key}; {base} stores "
+                    f"{self.stored[key].shape[0]} rows of it, and {shape[0]} are needed: save the adapter with the "
+                    "embedding and the head (PEFT's save_embedding_layers=True)"
                 )
 
     def resized(self) -> dict[str, tuple[int, ...]]:
-        """Return shapes of what is stored with another number of tokens than the adapter's, by key."""
+        """Return the new shapes of tensors whose number of tokens differs from the adapter's, by key."""
         if self.adapted.tokens is None:
             return {}
         contents = self.adapted.model.state_dict()
@@ -124,7 +129,7 @@ class _Merged:
         return tensors
 
     def changed(self, key: str) -> bool:
-        """Return whether the adapter changes what is stored as ``key``."""
+        """Return whether the adapter changes the tensor that is stored as ``key``."""
         target = self.targets[key]
         names = {self.owned.get(name, name) for name in (target.name, *target.others)}
         if self._is_buffer(key):
@@ -132,7 +137,7 @@ class _Merged:
         return any(name in self.placed or self.merge.parts(name) != [name] for name in names)
 
     def stored_with(self, key: str) -> dict[str, Tensor]:
-        """Return the merged tensor that is stored as ``key``, and those that are stored together with it, by key."""
+        """Return the merged tensor that is stored as ``key``, and the tensors that are converted with it, by key."""
         target = self.targets[key]
         if self._is_buffer(key):
             return {key: self._grown(key)}
@@ -149,7 +154,7 @@ class _Merged:
         }
 
     def _grown(self, key: str) -> Tensor:
-        """Return a buffer with an entry for each token (a bias of logits), 0 for new ones, as the host resizes it."""
+        """Return a buffer with one entry per token (a logits bias), 0 for new tokens, like transformers' resizing."""
         stored = self.stored[key][...]
         grown = stored.new_zeros(self.resized()[key])
         kept = tuple(map(slice, map(min, stored.shape, grown.shape)))
@@ -157,7 +162,9 @@ class _Merged:
         return grown
 
     def _merged(self, name: str) -> Tensor:
-        """Return a merged weight; the others of its module, merged with it, are kept for their turn."""
+        """Return a merged weight; the remaining weights of its module are merged at the same time and kept for later
+        calls.
+        """
         name = self.owned[name]
         if name not in self._ready:
             parts = {part: self._read(part) for part in self.merge.parts(name)}
@@ -169,7 +176,7 @@ class _Merged:
         return self._ready.pop(name)
 
     def _read(self, name: str) -> Tensor:
-        """Return a factor, or a weight from the adapter if it was trained, else from the base."""
+        """Return a factor, or a weight: from the adapter if the weight was trained, otherwise from the base."""
         trained = self.placed.get(name) or (
             self.adapted.keys[name] if name in self.merge.factors else None
         )
@@ -190,15 +197,16 @@ def merge_adapter(
     as_stored: bool = False,
     check: Callable[[Path], None] | None = None,
 ) -> int:
-    """Write ``base`` merged, or ``as_stored`` again in its form; return the number of changed tensors. ``check`` is
-    given the directory of the result before it becomes ``out``; if it raises, nothing is written.
+    """Write ``base`` with the adapter merged to ``out``, and return the number of changed tensors. With ``as_stored``,
+    quantized weights are quantized again in the form of the checkpoint. ``check`` is called with a temporary directory
+    of the result before that directory is renamed to ``out``; if ``check`` raises, nothing is written.
     """
     finish_move(base)
     merged = _Merged(base, adapter, trust_remote_code)
     form = merged.adapted.form if as_stored else None
     if as_stored and form is None:
         raise ConfigError(
-            f"{base} does not store quantized weights, as --as-stored expects: leave it out"
+            f"{base} does not store quantized weights, which --as-stored needs: leave --as-stored out"
         )
     if form is not None:
         refuse_other_forms(form)
@@ -211,7 +219,9 @@ def merge_adapter(
         if merged.adapted.tokens is not None:
             merged.adapted.model.config.save_pretrained(staging.path)
             for path in adapter.iterdir():
-                if path.name.startswith(_OF_TOKENIZERS):  # the base's does not have the new tokens
+                if path.name.startswith(
+                    _OF_TOKENIZERS
+                ):  # the base's tokenizer lacks the new tokens
                     shutil.copyfile(path, staging.path / path.name)
         if merged.adapted.form is not None:
             describe_form(staging.path, form)
@@ -241,10 +251,10 @@ def _write(merged: _Merged, again: QuantizedAgain, out: Path, max_shard_size: st
 def logit_difference(
     base: Path, adapter: Path, out: Path, trust_remote_code: bool = False
 ) -> float:
-    """Return how far logits of base with adapter and of the merged model differ, relative to the largest logit.
+    """Return the difference between logits of base with adapter and of the merged model, over the largest logit.
 
     Raises:
-        CheckpointError: by more than rounding explains, or one of them is not finite.
+        CheckpointError: the difference is larger than rounding explains, or some logits are not finite.
         ConfigError: the model reads no tokens.
     """
     trusted = trust_remote_code
@@ -252,8 +262,8 @@ def logit_difference(
     kind = stock_class(empty)
     if not reads_tokens(empty):
         raise ConfigError(
-            f"a model must read tokens for its logits to be compared, got {class_name(empty)}, which reads "
-            f"{empty.main_input_name}: look at the result with --no-check"
+            f"comparing logits needs a model that takes input_ids, got {class_name(empty)}, which takes "
+            f"{empty.main_input_name}: pass --no-check, and inspect the result yourself"
         )
     tokens = AdaptedBase(base, adapter, trusted).tokens
     apart = _logits(kind, base, trusted, str(adapter), tokens)
@@ -264,15 +274,15 @@ def logit_difference(
     rounding = _EXACT if form_in(out) is None and types <= _WIDE else _ROUNDED
     if not usual <= rounding:
         raise CheckpointError(
-            f"the merged model's logits of half of all tokens differ from {base} with {adapter} by {usual:.1e} "
-            f"of the largest, where rounding explains {rounding:.0e}: nothing is written; report it with the adapter's "
-            "config, or look at the result with --no-check"
+            f"for half of the tokens, the merged model's logits differ from those of {base} with {adapter} by more "
+            f"than {usual:.1e} of the largest logit, where rounding explains {rounding:.0e}: nothing was written; "
+            "report this with the adapter's config, or pass --no-check to write the result and inspect it"
         )
     return float(by_token.max())
 
 
-# What rounding may change the logits of a token by, relative to the largest. Of a mixture's tokens, some may get other
-# experts by it.
+# How much rounding may change the logits of a token, relative to the largest logit. In a mixture-of-experts model,
+# rounding may route some tokens to other experts.
 _EXACT = 1e-3
 _ROUNDED = 0.3
 _WIDE = {torch.float64, torch.float32}
@@ -311,19 +321,22 @@ def _logits(
 def adapter_for_engine(
     base: Path, adapter: Path, out: Path, *, trust_remote_code: bool = False
 ) -> int:
-    """Write the LoRA adapter of the checkpoint ``base`` for an engine; return how many tensors; refuse other forms."""
+    """Write the LoRA adapter of the checkpoint ``base`` for an engine, and return the number of written tensors; raise
+    for adapters that engines cannot apply.
+    """
     adapted = AdaptedBase(base, adapter, trust_remote_code)
     init = getattr(adapted.config, "init_lora_weights", True)
     if init in DECOMPOSING:
         raise ConfigError(
-            f"{adapter} must be added to its base as it is stored, as engines do, got init_lora_weights={init!r}, "
-            "which PEFT takes out of the base first: merge it (hfscale merge)"
+            f"{adapter} must apply to its base as stored, because an engine adds it to the stored weights, got "
+            f"init_lora_weights={init!r}, whose initial value PEFT subtracts from the base first: merge it (hfscale "
+            "merge)"
         )
     by_rows = next((each for each in adapted.adapters if each.tokens), None)
     if by_rows is not None:
         raise ConfigError(
-            f"{adapter} must be low-rank factors, got rows of {len(by_rows.tokens)} tokens of {by_rows.base}, which "
-            "engines do not add to a base: merge it (hfscale merge)"
+            f"{adapter} must contain only low-rank factors, got rows of {len(by_rows.tokens)} tokens of "
+            f"{by_rows.base}, which engines do not apply to a base: merge it (hfscale merge)"
         )
     adapted.refuse_beside_factors()
     stored = {key: tensor[...] for key, tensor in adapted.trained.items()}
@@ -332,7 +345,7 @@ def adapter_for_engine(
     settings = json.loads((adapter / "adapter_config.json").read_text())
     factors: dict[str, dict[str, AdapterParameter]] = {}
     for each in adapted.adapters:
-        if each.experts and contents[each.base].ndim == 3:  # and no router's matrix
+        if each.experts and contents[each.base].ndim == 3:  # excludes a router's matrix
             factors.setdefault(each.base, {})[each.kept_in] = each
     for parameter, pair in factors.items():
         pieces = _pieces(as_stored, parameter, contents[parameter])
@@ -345,7 +358,9 @@ def adapter_for_engine(
             for (
                 other,
                 weight,
-            ) in contents.items():  # engines want all projections of an expert adapted, or none
+            ) in (
+                contents.items()
+            ):  # engines need adapters on all projections of an expert, or on none
                 if other.rpartition(".")[0] == module and weight.ndim == 3 and other not in factors:
                     beside = _pieces(as_stored, other, weight)
                     experts, rows, columns = weight.shape
@@ -365,7 +380,7 @@ def _pieces(
     parameter: str,
     like: Tensor,
 ) -> dict[str, tuple[int, Tensor]]:
-    """Return experts and their rows for each stored module that was split from stacked ``like [experts, out, in]``."""
+    """Return the expert and its rows in the stacked ``like [experts, out, in]``, for each module in the checkpoint."""
     rows = torch.arange(like.shape[0] * like.shape[1]).view(*like.shape[:2], 1).expand(like.shape)
     pieces: dict[str, tuple[int, Tensor]] = {}
     for key, piece in as_stored.made_of(parameter, rows).items():
@@ -381,15 +396,15 @@ def _pieces(
         if pieces:
             return pieces
     raise ConfigError(
-        f"the adapter of {parameter} cannot be rewritten: its experts are stored neither alone nor stacked: merge "
-        "into the weights (hfscale merge) for this family"
+        f"the adapter of {parameter} cannot be rewritten, because the checkpoint stores its experts neither as one "
+        "tensor per expert nor as one stack: merge the adapter into the weights instead (hfscale merge)"
     )
 
 
 def _per_expert(
     a: Tensor, b: Tensor, experts: int, pieces: dict[str, tuple[int, Tensor]]
 ) -> dict[str, Tensor]:
-    """Return the factors of each stored module, keyed as in an adapter's file."""
+    """Return the factors of each module in the checkpoint, by the keys of an adapter's file."""
     by_expert = b.view(len(b), -1, experts)
     factors = dict[str, Tensor]()
     for module, (expert, rows) in pieces.items():
@@ -405,11 +420,12 @@ def _record_rank(
     rank: int,
     modules: Collection[str],
 ) -> None:
-    """Record in an adapter's config that it has factors of this rank for the experts' projections ``modules``."""
+    """Record in an adapter's config that the experts' projections ``modules`` have factors of LoRA rank ``rank``."""
     projections = {name.rpartition(".")[2] for name in modules}
     if any("expert" in pattern for pattern in settings.get("alpha_pattern") or {}):
         raise ConfigError(
-            "alpha_pattern must not name experts, since engines use one scale for all: train with one lora_alpha"
+            "alpha_pattern must not name experts, because engines use one scale for all experts: train with one "
+            "lora_alpha"
         )
     known = settings.get("target_modules") or []
     settings["target_modules"] = sorted(

@@ -30,7 +30,7 @@ _EXCLUSIVE = (
     "max_memory",
     "offload_folder",
 )
-# Arguments that choose the files from which a config is read, not its values.
+# Arguments that choose the files of a config, but do not change the config's values.
 _CODE = ("trust_remote_code", "code_revision")
 # Fields of a config -> the largest that any model could have.
 _SIZES = {
@@ -42,7 +42,7 @@ _SIZES = {
     "intermediate_size": 10**8,
     "vocab_size": 10**8,
 }
-# In fields of any part of a model.
+# The largest numbers of layers and experts, for configs of any part of a model.
 _MOST_BY_WORD = {
     "layer": 10**4,
     "depth": 10**4,
@@ -53,19 +53,20 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def check_layout(parallel: ParallelConfig | None, kwargs: Mapping[str, Any]) -> ParallelConfig:
-    """Return the requested layout, one process by default; refuse other ways to distribute a model."""
+    """Return the requested layout, one process by default; raise for arguments that distribute a model otherwise."""
     if parallel is not None and not isinstance(parallel, ParallelConfig):
         raise errors.ConfigError(
             f"parallel must be a hfscale.ParallelConfig, got {parallel!r}: pass hfscale.ParallelConfig(tp_size=...)"
         )
     if kwargs.get("output_loading_info"):
         raise errors.ConfigError(
-            "output_loading_info=True would return a pair, and hfscale returns the model alone: leave it out; missing "
+            "output_loading_info=True would return a pair, but hfscale returns only the model: leave it out; missing "
             "and unexpected weights are printed"
         )
     if kwargs.get("state_dict") is not None:
         raise errors.ConfigError(
-            "state_dict= would replace the checkpoint's weights, which hfscale reads by slices: leave it out"
+            "state_dict= would replace the checkpoint's weights, but hfscale reads its shards from the checkpoint's "
+            "files: leave it out"
         )
     clashing = [name for name in _EXCLUSIVE if kwargs.get(name) is not None]
     if clashing:
@@ -77,7 +78,7 @@ def check_layout(parallel: ParallelConfig | None, kwargs: Mapping[str, Any]) -> 
 
 
 def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
-    """Return the config as transformers loads it, and the arguments that it did not use."""
+    """Return the config that transformers loads, and the arguments that the config did not use."""
     path, kwargs = located(path, kwargs)
     refuse_missing(path)
     finish_move(path)
@@ -111,38 +112,40 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
 
 
 def _read_config(path: str, source: Any, taken: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the config of ``source``, which may be another place than the ``path`` of the weights, and what is left of
-    the arguments ``taken``.
+    """Return the config of ``source``, and those of the arguments ``taken`` that the config did not use; ``path`` is
+    the place of the weights, which may differ from ``source``.
     """
     file = os.path.join(path, taken.get(FILE) or "config.json")
     try:
         with made_or_explained(file if os.path.isdir(path) else path):
             told, _ = PreTrainedConfig.get_config_dict(source, **taken)
-            # Classes of configs make lists of as many entries.
+            # Config classes create lists of this length, so a huge number would fill the memory.
             refuse_endless(told, source)
             config, rest = AutoConfig.from_pretrained(source, return_unused_kwargs=True, **taken)
     except errors.ConfigError as error:
         if os.path.exists(path) or not taken.get("local_files_only"):
             raise
         raise errors.CheckpointError(
-            f"{path} is no directory here, and the Hub cannot be reached for it: give a directory with a "
-            "config.json, or a Hub id that is in the cache"
+            f"{path} is no directory here, and the Hub cannot be reached for it: give a directory "
+            "with a config.json, or a Hub id that is in the cache"
         ) from error
     return config, rest
 
 
 def refuse_weights_alone(directory: Path) -> None:
-    """Refuse a directory with another trainer's weights and no config, which a user has to give then."""
+    """Raise :class:`CheckpointError` for a directory with another library's weights but no config: users must pass
+    one.
+    """
     source = find_source(directory)
     if source is not None and not (directory / "config.json").exists():
         raise errors.CheckpointError(
-            f"{directory} must have a config.json, and holds weights alone ({source.form}): give that of their model, "
-            "as config=, a directory, a Hub id or a config of transformers"
+            f"{directory} must have a config.json, but holds only weights ({source.form}): pass the model's config as "
+            "config=: a directory, a Hub id or a transformers config"
         )
 
 
 def refuse_endless(told: Mapping[str, Any], path: Any) -> None:
-    """Refuse a config, as read, with more layers or experts than any model could have, in any of its parts."""
+    """Raise :class:`ConfigError` for a config, as read from its file, with impossibly many layers or experts."""
     for name, value in told.items():
         if isinstance(value, Mapping):
             refuse_endless(value, path)
@@ -154,7 +157,7 @@ def refuse_endless(told: Mapping[str, Any], path: Any) -> None:
 
 
 def check_place(path: Any, subfolder: str = "") -> None:
-    """Refuse a ``path`` that cannot contain a checkpoint, or has one of another trainer's."""
+    """Raise :class:`CheckpointError` for a ``path`` that holds no checkpoint, or another library's checkpoint."""
     errors.check_path("path", path)
     if os.path.isfile(path):
         trainer = written_elsewhere(Path(path))
@@ -167,7 +170,7 @@ def check_place(path: Any, subfolder: str = "") -> None:
 
 
 def refuse_missing(path: str) -> None:
-    """Refuse a missing path, which the Hub's own message would call a wrong repository name."""
+    """Raise :class:`CheckpointError` for a missing path; the Hub's own error would complain about a repository name."""
     if not os.path.exists(path) and errors.written_like_a_path(path):
         raise errors.CheckpointError(
             f"{path} does not exist: give a directory with a config.json, or a Hub id like owner/name"
@@ -177,7 +180,9 @@ def refuse_missing(path: str) -> None:
 def arguments_with_config(
     kwargs: Mapping[str, Any], unread: Iterable[str], config: PreTrainedConfig, quantization: Any
 ) -> dict[str, Any]:
-    """Return arguments of ``from_pretrained`` beside ``config``, which contains all of ``kwargs`` except ``unread``."""
+    """Return the arguments of ``from_pretrained``: ``config``, and those of ``kwargs`` that ``config`` left
+    ``unread``.
+    """
     kept = {
         key: value
         for key, value in kwargs.items()
@@ -193,7 +198,7 @@ def arguments_with_config(
 
 
 def check_sizes(config: PreTrainedConfig) -> None:
-    """Refuse sizes that make a model without layers or vocabulary, or one too large to exist."""
+    """Raise :class:`ConfigError` for sizes of zero layers or an empty vocabulary, or impossibly large sizes."""
     for name, most in _SIZES.items():
         size = field(config, name)
         least = 0 if name in _MAY_BE_NONE else 1

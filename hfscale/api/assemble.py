@@ -91,7 +91,7 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
         FusedAdapters(),
         VocabularyLoss(),
         ContextParallel(),
-        PackedRows(),  # inside of what is recomputed
+        PackedRows(),  # inside the recomputed region
         Recomputation(),
         KeptActivations(),
         RandomStreams(),
@@ -118,7 +118,9 @@ def assemble(
     weights: LocalWeights | None,
     adapters: Adapters | None = None,
 ) -> Runtime:
-    """Install every part into a model with this rank's sizes; ``weights`` are its shards, unless in place."""
+    """Install every part into a model with this rank's sizes; ``weights`` are its shards, or ``None`` if the model
+    already has them.
+    """
     look_again = watch(model)
     runtime = Runtime(model, plan, mesh, options, parts=())
     runtime.parts = tuple(part for part in parts_of(adapters) if part.is_needed(runtime))
@@ -131,10 +133,10 @@ def assemble(
 
 
 def compile_layers(runtime: Runtime, asked: bool | str) -> None:
-    """Compile each layer of this rank by itself, as :attr:`Options.compile` asks, or undo it.
+    """Compile each layer of this rank separately, according to :attr:`Options.compile`, or undo the compilation.
 
-    Of a layer with a mixture, the modules beside the mixture are compiled. ``"auto"`` compiles where torch's compiler
-    makes Triton kernels for the rank's device.
+    In a mixture-of-experts layer, only the modules outside of the mixture are compiled. ``"auto"`` compiles where
+    torch's compiler makes Triton kernels for the rank's device.
     """
     backend = asked
     if asked is True or (asked == "auto" and is_fused(runtime.mesh.device)):
@@ -150,8 +152,8 @@ def compile_layers(runtime: Runtime, asked: bool | str) -> None:
 
 
 def _modules_to_compile(runtime: Runtime) -> Iterator[nn.Module]:
-    """Yield this rank's layers; of those with mixtures, which are so many graphs that compiling takes minutes, the
-    modules that hold none.
+    """Yield this rank's dense layers, and the modules of mixture-of-experts layers that contain no mixture: a mixture
+    has so many graphs that compiling would take minutes.
     """
     mixtures = [f"{planned.name}." for planned in runtime.plan.mixtures]
     routed = {planned.layer for planned in runtime.plan.mixtures}

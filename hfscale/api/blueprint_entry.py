@@ -49,7 +49,7 @@ def describe_blueprint(model: Any, inferred: bool = False) -> str:
 
 
 def blueprint_entry(model: Any, inferred: bool = False) -> dict[str, Any]:
-    """Return a model's blueprint as data, but for its functions; with its ``proof`` if it was inferred."""
+    """Return a model's blueprint as data without its functions, and with its ``proof`` if it was inferred."""
     family, blueprint, inference = _family_and_blueprint(model, inferred)
     written = {
         name: value
@@ -61,7 +61,7 @@ def blueprint_entry(model: Any, inferred: bool = False) -> dict[str, Any]:
 
 
 def _family_and_blueprint(model: Any, inferred: bool) -> tuple[str, Blueprint, Inference | None]:
-    """Return a model's family, its blueprint, and its inference if the blueprint was inferred."""
+    """Return a model's family, its blueprint, and the record of the inference if the blueprint was inferred."""
     blueprint = infer(model).blueprint if inferred else find_blueprint(model)
     return (
         model.config.model_type,

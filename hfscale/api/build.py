@@ -113,35 +113,42 @@ def from_pretrained(
     seed: int = 0,
     **hf_kwargs: Any,
 ) -> Any:
-    """Load a Hugging Face checkpoint, sharded, on this rank's device; call it on every rank, which reads its slices.
+    """Load a Hugging Face checkpoint, sharded, on this rank's device. Call it on every rank; each rank reads only its
+    shards.
 
     Args:
         path: a directory or a Hub id, as for ``AutoModel.from_pretrained``, or a GGUF file.
         parallel: the layout; one process by default.
         auto_class: the Auto class (or model class) to load with, or its name in transformers.
-        mixed_precision: ``"no"``, or compute in ``"bf16"`` or ``"fp16"`` over weights kept in their own type;
-            ``"bf16_params"`` casts parameters where they are used, so that hidden states are in 16 bits; ``"fp8"``:
-            ``"bf16"`` with products in 8 bits. ``"fp16"`` scales the loss; an overflow leaves no gradients.
-        routing: the router of mixtures and its balancing; the model's own router by default.
+        mixed_precision: ``"no"``, or compute in ``"bf16"`` or ``"fp16"`` while weights keep their dtype;
+            ``"bf16_params"`` casts parameters where they are used, so that hidden states are in bfloat16, too;
+            ``"fp8"`` is ``"bf16"`` with matrix products in 8 bits. ``"fp16"`` scales the loss; after an overflow, the
+            step has no gradients.
+        routing: the router of mixture-of-experts layers and its balancing; the model's own router by default.
         memory: activation checkpointing, offloading to the CPU, and activations in 8 bits; none by default.
         loss_scaling: scaling of the loss under ``"fp16"``; torch's defaults by default.
-        float8: scaling of products under ``"fp8"``, and modules left out; tensorwise scaling by default.
+        float8: scaling of matrix products under ``"fp8"``, and modules to exclude; tensorwise scaling by default.
         use_liger_kernel: Liger's kernels for norms, gated activations and rotary embeddings; or ``{"rope": False}``.
-        mtp_loss_weight: weight of the loss of multi-token-prediction layers, as 0.1; ``None``: they do not train.
-        compile: compile each dense layer by itself when it first runs (seconds, once); ``"auto"``: on GPUs for which
-            Triton makes kernels; or the name of a backend of torch's.
-        fused_adapters: whether LoRA is computed by one operator, with PEFT's arithmetic, in less memory and time.
-        peft_config: a PEFT config, or the path or Hub id of an adapter to go on training; saves are of adapters.
-        resize_token_embeddings: ``len(tokenizer)``; rows of new tokens are the mean of the others, in the head as well.
+        mtp_loss_weight: weight of the loss of multi-token-prediction layers, such as 0.1; ``None``: the layers do not
+            train.
+        compile: compile each dense layer separately at its first forward pass (seconds, once); ``"auto"``: only on GPUs
+            that Triton supports; or the name of a torch.compile backend.
+        fused_adapters: compute LoRA with one fused operator, which has PEFT's arithmetic and needs less memory and
+            time.
+        peft_config: a PEFT config, or the path or Hub id of an adapter to continue training; saves then contain only
+            adapters.
+        resize_token_embeddings: ``len(tokenizer)``; rows of new tokens are the mean of the old rows, in the head, too.
         seed: seed of parameters that the checkpoint does not have, and of new adapters.
-        hf_kwargs: others of transformers' ``from_pretrained``; ``quantization_config="as_stored"`` keeps stored bytes.
+        hf_kwargs: further arguments of transformers' ``from_pretrained``; ``quantization_config="as_stored"`` keeps
+            quantized weights in their stored bytes.
 
     Returns:
-        an instance of the stock class, in evaluation mode as in transformers; in one process, PEFT's model around it
-        for an adapter that hfscale does not shard, such as a prompt.
+        an instance of the stock class, in evaluation mode as in transformers. For an adapter that hfscale does not
+        shard, such as a prompt, PEFT's model around this instance is returned (only in one process).
 
     Raises:
-        ConfigError, PlanError, MeshError, CheckpointError: before any weight is read, except for damaged files.
+        ConfigError, PlanError, MeshError, CheckpointError: an argument, the layout, the processes or the checkpoint are
+        wrong. All but damaged files are detected before any weight is read.
     """
     layout = arguments.check_layout(parallel, hf_kwargs)
     auto_class = model_class(auto_class)
@@ -178,7 +185,7 @@ def from_pretrained(
             hf_kwargs, rest, outline.config, outline.quantization
         )
     source = FromCheckpoint(outline, seed, str(path), hf_kwargs, resized)
-    # Of a file on the Hub, read from a cache that other machines do not have.
+    # For a file on the Hub: the path is in a cache that other machines do not have.
     if FILE in hf_kwargs and not Path(given).exists():
         source.call(given)
     return build(source, layout, options, adapter, seed)
@@ -204,9 +211,9 @@ def from_config(
 ) -> Any:
     """Build a model with random weights that are the same for every layout.
 
-    Weights follow the class's own initialization, with a seed per layer made of ``seed`` and the layer's name, so that
-    a rank never holds more than its shards and one full layer. Arguments, result and errors are those of
-    :func:`from_pretrained`; the model is in training mode, as in transformers.
+    Weights follow the class's own initialization, with a seed per layer that is derived from ``seed`` and the layer's
+    name. A rank thus never holds more than its shards and one full layer. Arguments, result and errors are the same as
+    in :func:`from_pretrained`, but the model is in training mode, as in transformers.
     """
     layout = arguments.check_layout(parallel, hf_kwargs)
     auto_class = model_class(auto_class)
@@ -223,14 +230,14 @@ def from_config(
     )
     if hf_kwargs.get("quantization_config") is not None:
         raise ConfigError(
-            "from_config(quantization_config=...) would quantize random weights: quantize those of a checkpoint, with "
-            "hfscale.from_pretrained(path, quantization_config=...)"
+            "from_config(quantization_config=...) would quantize random weights: quantize a checkpoint's weights "
+            "instead, with hfscale.from_pretrained(path, quantization_config=...)"
         )
     check_count("seed", seed, least=0)
     adapter = None if peft_config is None else read_config(peft_config)
     if not isinstance(config, PreTrainedConfig):
         raise ConfigError(
-            f"config={_shown(config)} is no config of transformers: make one (LlamaConfig(...), or "
+            f"config={_shown(config)} is no config of transformers: pass one (LlamaConfig(...), or "
             "AutoConfig.from_pretrained(path)), or load weights with hfscale.from_pretrained(path)"
         )
     arguments.known_dtype(hf_kwargs)
@@ -255,10 +262,10 @@ def parallelize(
     compile: bool | str = False,
     fused_adapters: bool = True,
 ) -> Any:
-    """Shard, in place, a full stock model that is in memory and the same on every rank, and return it.
+    """Shard a full stock model in place, and return it; the model must be in memory with the same values on every rank.
 
     Raises:
-        ConfigError: the model is distributed already, or, over ranks, has adapters.
+        ConfigError: the model is already distributed, or has adapters and the layout has several ranks.
         PlanError: the layout does not fit the model.
         MeshError: the layout does not fit the processes that were started.
     """
@@ -275,7 +282,7 @@ def parallelize(
     )
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"parallelize takes a model of transformers, and got {_shown(model)}: load it first"
+            f"parallelize takes a model of transformers, got {_shown(model)}: load the model first"
         )
     reason = (
         "hfscale already parallelized it"
@@ -284,14 +291,11 @@ def parallelize(
     )
     if not reason and not is_a_hosts(model):
         raise ConfigError(
-            f"parallelize takes a model of transformers (a PreTrainedModel), and got {class_name(model)}: train other "
-            "modules with accelerate, or parallelize the model of transformers inside it before it is wrapped"
+            f"parallelize takes a model of transformers (a PreTrainedModel), got {class_name(model)}: train other "
+            "modules with accelerate, or parallelize the inner transformers model before you wrap it"
         )
     if any(parameter.is_meta for parameter in model.parameters()):
-        reason = (
-            reason
-            or "some of its weights are on the meta device, so that there is nothing to shard"
-        )
+        reason = reason or "some of its weights are on the meta device and have no values to shard"
     if reason:
         raise ConfigError(
             f"{class_name(model)} cannot be parallelized: {reason}. Load it plainly, or with hfscale.from_pretrained"
@@ -301,12 +305,12 @@ def parallelize(
         return build(InMemory(model), layout, options)
     if layout.total_size > 1:
         raise ConfigError(
-            f"{class_name(model)} has adapters of PEFT's, which {layout.describe()} cannot take: parallelize the model "
-            "without them, and then call hfscale.get_peft_model(model, peft_config); for saved ones, "
-            "hfscale.from_pretrained(path, peft_config=directory)"
+            f"{class_name(model)} already has PEFT adapters, which cannot be sharded over {layout.describe()}: "
+            "parallelize the model without them, and then call hfscale.get_peft_model(model, peft_config); for a "
+            "saved adapter, call hfscale.from_pretrained(path, peft_config=directory)"
         )
     build(Adapted(adapted_model(model)), layout, options)
-    runtime_of(model)  # knows what is around it from now on
+    runtime_of(model)  # from here on, the runtime tracks wrappers around the model
     return model
 
 
@@ -326,11 +330,12 @@ def plan(
 ) -> Plan:
     """Plan a model under a layout, without weights, process group or GPU. ``print`` the plan for a table.
 
-    The plan has the adapters of ``peft_config``, except in one process those that PEFT's own functions put around it.
+    The plan includes the adapters of ``peft_config``, except adapters that PEFT's own functions add in one process.
 
     Raises:
-        ConfigError: an argument, adapters or quantization unknown to hfscale, or adapters that match no module.
-        PlanError: the layout does not fit; every problem is listed with the valid values.
+        ConfigError: hfscale does not support an argument, the adapters or the quantization, or the adapters match no
+            module.
+        PlanError: the layout does not fit the model; the message lists every problem with its valid values.
     """
     layout = arguments.check_layout(parallel, hf_kwargs)
     auto_class = model_class(auto_class)
@@ -380,7 +385,7 @@ def _outline(
     config, stored = split_quantization(config)
     if stored is not None and quantization is not None:
         raise ConfigError(
-            "quantization_config= is given, and the checkpoint is quantized already: leave it out"
+            "quantization_config= is given, but the checkpoint is quantized already: leave it out"
         )
     return Outline(
         config,

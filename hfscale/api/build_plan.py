@@ -25,8 +25,9 @@ def build_plan(
     ranks: Ranks | None = None,
     options: Options = NO_OPTIONS,
 ) -> Plan:
-    """Plan a full, unpatched stock Hugging Face model on any device (the meta device is enough). ``ranks`` are those of
-    the stages, in a schedule from a file. Raise :class:`PlanError` with all problems of the layout, and what is valid.
+    """Plan a full, unpatched stock Hugging Face model on any device (the meta device is enough). ``ranks`` are the
+    ranks of the pipeline stages, if the schedule comes from a file. Raise :class:`PlanError` with all problems of the
+    layout and the valid values.
     """
     draft = Draft(model, layout, ranks, options)
     quantized = description(draft.config)
@@ -38,7 +39,7 @@ def build_plan(
         )
     try:
         draft.blueprint = find_blueprint(draft.model, may_infer=draft.tp > 1)
-    except PlanError as error:  # without tensor ranks none is needed
+    except PlanError as error:  # without tensor ranks, no blueprint is needed
         if draft.tp > 1:
             draft.problem(str(error))
     layers = find_layers(draft, draft.blueprint)
@@ -55,7 +56,7 @@ def build_plan(
 
 
 def _finished(draft: Draft) -> Plan:
-    """Return the plan, taking its fields from the draft's of the same names."""
+    """Return the plan, whose fields are the draft's fields of the same names."""
     decided = {
         field.name: getattr(draft, field.name)
         for field in fields(Plan)
@@ -76,7 +77,7 @@ def _finished(draft: Draft) -> Plan:
 
 
 def _parameters(draft: Draft) -> tuple[ParameterPlan, ...]:
-    """Plan every parameter, under every name it has, in the model's order."""
+    """Plan every parameter, under each of its names, in the model's order."""
     owners: dict[int, str] = {}
     rules = _rules_of_tensors(draft)
     tied = {
@@ -118,7 +119,7 @@ def _rules_of_tensors(draft: Draft) -> dict[int, tuple[Cut | None, tuple[str, ..
         first, agreed = chosen.setdefault(id(parameter), (name, rule))
         if rule != agreed:
             draft.problem(
-                f"tp_size={draft.tp}: {wild_name(first)} and {wild_name(name)} are one tensor, and would be cut "
+                f"tp_size={draft.tp}: {wild_name(first)} and {wild_name(name)} are one tensor, but would be sharded "
                 "differently: correct the blueprint, or use tp_size=1"
             )
     return {key: rule for key, (_, rule) in chosen.items() if rule is not None}

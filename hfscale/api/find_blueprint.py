@@ -28,7 +28,7 @@ _STYLES = {
     "replicated_with_grad_allreduce": "shared",
     "mla_kv_a_proj": "shared",
 }
-# Which dim, and how many matrices side by side in it, of a parameter with one matrix per expert [experts, out, in].
+# For a parameter [experts, out, in]: the dim that is sharded, and how many matrices are concatenated along it.
 _EXPERT_STYLES = {
     "colwise": (1, 1),
     "packed_colwise": (1, 2),
@@ -36,14 +36,14 @@ _EXPERT_STYLES = {
     "packed_rowwise": (2, 2),
 }
 _GATHERED = ("colwise_gather_output", "rowwise_split_input")
-# Transformers' for a module: its layer list, its path inside a layer, and a style.
+# One rule of transformers' TP plan: the module's layer list, its path inside a layer, and its style.
 _Rule = tuple[str, str, str]
-# Of one block: field of :class:`Block` -> module, and how it is cut, if it says so.
+# One block: field of :class:`Block` -> module, and the way the module is sharded, if the rule gives one.
 _Roles = dict[str, dict[str, Any]]
 
 
 def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
-    """Find the blueprint of a model on any device (meta too); if none is written, infer one, in a second or two."""
+    """Find the blueprint of a model on any device (even meta); if no entry exists, infer one in a second or two."""
     config = model.config
     if config.model_type in FAMILIES:
         written = FAMILIES[config.model_type]
@@ -63,8 +63,8 @@ def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
             return translated if not may_infer else _completed(model, translated)
     else:
         missing = (
-            f"tp_size > 1 needs a blueprint of {config.model_type!r}, and neither hfscale's table nor the model "
-            f"({type(model).__name__} has no base_model_tp_plan) gives one: use tp_size=1, or add an entry to "
+            f"tp_size > 1 needs a blueprint of {config.model_type!r}, but neither hfscale's table nor the model "
+            f"({type(model).__name__} has no base_model_tp_plan) has one: use tp_size=1, or add an entry to "
             "hfscale.models.FAMILIES naming the layer list and each block's column and row projections"
         )
     if not may_infer:
@@ -76,15 +76,16 @@ def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
 
 
 def _that_holds(model: Any, written: Blueprint) -> Blueprint:
-    """Return a blueprint of hfscale's table, which describes stock code as it was when its entry was proved. If the
-    code has changed since, and two ranks of a clone compute something else now, infer one.
+    """Return the ``written`` blueprint of hfscale's table, which describes the stock code at the time when the entry
+    was proved. If the code has changed since then, and two ranks of a clone now compute another result than one
+    process, infer a new blueprint.
     """
     family = model.config.model_type
     if is_proved_source(family, type(model)):
         return written
     objection = ask("holds", model, blueprint=written)
     if objection is None:
-        message = "%s has changed since hfscale's entry of %r was proved, and no clone can tell whether it holds"
+        message = "%s has changed since hfscale's entry of %r was proved, and no clone can test whether it holds"
         _log.warning(message, type(model).__name__, family)
     if not objection:
         return written
@@ -92,14 +93,14 @@ def _that_holds(model: Any, written: Blueprint) -> Blueprint:
         return infer(model).blueprint
     except PlanError as error:
         raise PlanError(
-            f"tp_size > 1 must find {type(model).__name__} as hfscale's entry of {family!r} describes it, got code in "
-            f"which it does not hold ({objection}): use tp_size=1, or a release of transformers that hfscale was "
+            f"tp_size > 1 needs {type(model).__name__} as hfscale's entry of {family!r} describes it, but the "
+            f"installed code differs ({objection}): use tp_size=1, or a release of transformers that hfscale was "
             f"tested with. Also, {error}"
         ) from error
 
 
 def infer(model: Any) -> Inference:
-    """Infer the blueprint of a model without one, with its proof; raise :class:`PlanError` where none holds."""
+    """Infer a blueprint and prove it on a clone; raise :class:`PlanError` if no blueprint passes the proof."""
     facts = ask("blueprint", model)
     if "refused" in facts:
         raise PlanError(facts["refused"])
@@ -107,7 +108,9 @@ def infer(model: Any) -> Inference:
 
 
 def _completed(model: Any, translated: Blueprint) -> Blueprint:
-    """Complete transformers' TP plan with omitted modules (query and key norms), if a clone proves it; or infer one."""
+    """Add omitted modules (query and key norms) to transformers' TP plan, if a clone proves the result; or infer
+    one.
+    """
     sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
     draft = Draft(model, ParallelConfig(**{**sizes, "tp_size": 2}, sequence_parallel=False))
     layers = find_layers(draft, translated)
@@ -129,7 +132,9 @@ def _completed(model: Any, translated: Blueprint) -> Blueprint:
 
 
 def _with_roles(draft: Draft, block: str, role: Block) -> Block:
-    """Add a block's roleless modules: norms as wide as a cut projection are computed across, all else is used whole."""
+    """Add a block's modules that have no role yet: norms as wide as a sharded projection are computed across ranks, and
+    all other modules are replicated.
+    """
     inside = (
         name.removeprefix(f"{block}.") for name in draft.roleless if name.startswith(f"{block}.")
     )
@@ -152,12 +157,13 @@ def _with_roles(draft: Draft, block: str, role: Block) -> Block:
 
 def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
     """Translate ``{"layers.*.self_attn.q_proj": "colwise", ...}`` to a blueprint. Raise :class:`PlanError` if a rule is
-    outside the layer list, or has a style hfscale does not translate.
+    outside the layer list, or has a style that hfscale does not translate.
 
-    The host names a style per module, for DTensor; hfscale wants blocks with edges. Rules of one parent module make one
-    block. A mixture-of-experts module is one block with everything in it - experts, shared experts, router - because
-    its parts are summed before they leave it. A block whose parts the host gathers in its middle (a norm over the full
-    width of a cut projection) is kept whole: right on every rank, only not shared out.
+    Transformers names a style for each module, for DTensor, but hfscale needs blocks with edges. The rules of one
+    parent module make one block. A mixture-of-experts module is one block together with its experts, shared experts and
+    router, because their outputs are summed before they leave the module. If transformers gathers values in the middle
+    of a block (for a norm over the full width of a sharded projection), the block is replicated: each rank computes the
+    right result, but the work is not divided.
     """
     rules, unknown = _rules_of_layers(host_plan)
     experts = tuple(path for _, path, style in rules if style == "moe_tp_experts")
@@ -197,13 +203,13 @@ def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
 
 
 def _rules_of_layers(host_plan: dict[str, str]) -> tuple[list[_Rule], list[str]]:
-    """Return the rules of modules in layers and, in words, those of anything else."""
+    """Return the rules of modules in layers, and descriptions of all other rules."""
     rules = []
     unknown = []
     for pattern, style in host_plan.items():
         prefix, star, rest = pattern.partition(".*.")
         if style == "embedding_rowwise":
-            continue  # the vocabulary is always cut, whatever the host says of it
+            continue  # the vocabulary is always sharded, whatever transformers' plan contains
         if not star or "*" in rest or ("." not in rest and style != "local_params"):
             unknown.append(f"{pattern}: {style}")
             continue
@@ -235,7 +241,7 @@ def _roles(
             roles[block]["cut"][name] = _EXPERT_STYLES[style]
         elif style in _STYLES:
             roles[block][_STYLES[style]][name] = None
-            # Low-rank attention computes its latents whole, inside the edges.
+            # Low-rank attention computes its full latents on each rank, inside the edges.
             if style == "mla_kv_a_proj":
                 mixtures += (block,)
         else:
@@ -244,11 +250,11 @@ def _roles(
 
 
 def _block(role: _Roles, own_heads: bool, mixture: bool, optional: bool) -> Block:
-    """Return one block of a layer; ``optional`` where dense layers and mixtures use the same entry."""
+    """Return one block of a layer; ``optional`` if dense and mixture-of-experts layers share the entry."""
     column = list(role["column"])
     row = list(role["row"])
     for name in ("shared_expert", "shared_experts", "shared_mlp") if role["cut"] else ():
-        # plans made for experts alone leave the shared expert out
+        # TP plans that cover only experts omit the shared expert
         column += [f"{name}.{part}" for part in ("gate_proj", "up_proj", "gate_up_proj")]
         row.append(f"{name}.down_proj")
     return Block(

@@ -1,4 +1,4 @@
-"""Give PEFT's model around a model over ranks its own methods back: each is one collective call of every rank."""
+"""Give PEFT's model around a sharded model working versions of its methods, which must be called on every rank."""
 
 import os
 from collections.abc import Callable
@@ -25,12 +25,12 @@ def put_methods(
     merge: Callable[..., Any],
     unload: Callable[[nn.Module], Any],
 ) -> None:
-    """Set ``merge_and_unload`` and ``unload``, which call the given functions of ``model``, ``save_pretrained``, and
-    those that add and delete adapters.
+    """Set the methods of ``peft_model``: ``merge_and_unload`` and ``unload`` call ``merge`` and ``unload`` with
+    ``model``; ``save_pretrained`` and the methods that add and delete adapters are set as well.
     """
 
     def merge_and_unload(*_: Any, dtype: torch.dtype | None = None, **asked: Any) -> Any:
-        """Merge as PEFT's own does; merged weights are always checked (``safe_merge``)."""
+        """Merge like PEFT's own method, but always check merged weights (``safe_merge``)."""
         return merge(model, dtype=dtype, adapter_names=asked.get("adapter_names"))
 
     for part in (peft_model, peft_model.base_model):
@@ -41,7 +41,7 @@ def put_methods(
 
 
 def _saving(peft_model: Any) -> Callable[..., None]:
-    """Return a ``save_pretrained`` with PEFT's arguments and files, which every rank calls."""
+    """Return a ``save_pretrained`` with PEFT's arguments and files; every rank must call it."""
 
     def save_pretrained(
         save_directory: str,
@@ -65,9 +65,9 @@ def _saving(peft_model: Any) -> Callable[..., None]:
                 f"selected_adapters must name adapters of the model, {', '.join(names)}, got {unknown[0]!r}"
             )
         if os.path.isfile(save_directory):
-            raise ConfigError(f"{call} needs a directory, got a file: give another path")
+            raise ConfigError(f"{call} needs a directory, got the path of a file: give a directory")
         everyone_arrives(runtime.mesh, timeout, call)
-        # Scripts say on which rank they write; where it is none, stock code writes nothing.
+        # Scripts choose the rank that writes (``is_main_process``); if no rank is chosen, stock code writes nothing.
         if any(runtime.mesh.all_gather_object(is_main_process and bool(wanted))):
             target = Path(save_directory)
             files = AdapterFiles(save_embedding_layers, safe_serialization, card=True)
@@ -79,15 +79,16 @@ def _saving(peft_model: Any) -> Callable[..., None]:
 
 
 def _refuse_arguments(call: str, converts: bool, others: dict[str, Any]) -> None:
-    """Raise :class:`ConfigError` for what PEFT would do with one rank's part of the adapter."""
+    """Raise :class:`ConfigError` for arguments that PEFT would apply to one rank's shards of the adapter."""
     if converts:
         raise ConfigError(
-            f"{call} cannot convert an adapter that ranks hold parts of: leave "
-            "path_initial_model_for_weight_conversion out, load what is written in one process, and convert it there"
+            f"{call} cannot convert an adapter that is sharded over ranks: leave "
+            "path_initial_model_for_weight_conversion out, load the saved adapter in one process, and convert it in "
+            "that process"
         )
     given = sorted(name for name, value in others.items() if value is not None)
     if given:
         raise ConfigError(
-            f"{call} gathers the adapter itself on a model whose ranks hold parts of it, got {', '.join(given)}=...: "
-            "leave it out, and call it on every rank"
+            f"{call} gathers the adapter itself from all ranks, got {', '.join(given)}=...: leave it out, and call "
+            f"{call} on every rank"
         )

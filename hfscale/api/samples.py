@@ -1,4 +1,4 @@
-"""Ask a model about a few tokens, to tell how far two models are apart."""
+"""Compute a model's output for a few tokens, to measure how much two models differ."""
 
 from typing import Any
 
@@ -8,12 +8,14 @@ from .._compat.transformers.classes import takes_argument
 
 
 def reads_tokens(model: nn.Module) -> bool:
-    """Return whether a model's forward pass begins with tokens, and not with pictures or sound."""
+    """Return whether a model's main input is tokens, not pictures or sound."""
     return getattr(model, "main_input_name", "input_ids") == "input_ids"
 
 
 def answer_to(model: Any, ids: Tensor) -> Tensor:
-    """Return the logits of tokens ``ids``, or the first output of a model without; decoders read the same tokens."""
+    """Return the logits of tokens ``ids``, or the first output of a model without logits; decoders read ``ids``,
+    too.
+    """
     given = {"input_ids": ids}
     if model.config.is_encoder_decoder and takes_argument(model, "decoder_input_ids"):
         given["decoder_input_ids"] = ids

@@ -1,4 +1,4 @@
-"""Add, load and delete adapters beside others, of a model over ranks: each is one collective call of every rank."""
+"""Add, load and delete further adapters of a sharded model; every rank must make each call."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,8 +28,8 @@ def replaced_by(runtime: Runtime, by: str) -> Replaced:
 
 
 def change_adapters(runtime: Runtime, by: str, change: Change) -> Adapters:
-    """Take a model apart, ``change`` its adapters and the shards of its parameters, and put it together again by the
-    plan that ``change`` returns; if it raises, the model goes on as it was.
+    """Disassemble a model, call ``change`` on the shards of its parameters to change its adapters, and reassemble the
+    model by the plan that ``change`` returns. If ``change`` raises, the model is restored.
     """
     model = runtime.model
     training = model.training
@@ -54,7 +54,9 @@ def change_adapters(runtime: Runtime, by: str, change: Change) -> Adapters:
 
 
 def put_several(peft_model: Any, put_methods: Callable[[], None]) -> None:
-    """Set ``add_adapter``, ``load_adapter`` and ``delete_adapter`` of PEFT's model; ``put_methods`` sets the others."""
+    """Set ``add_adapter``, ``load_adapter`` and ``delete_adapter`` of PEFT's model; ``put_methods`` sets its remaining
+    methods.
+    """
 
     def changed(by: str, change: Callable[[Runtime, Adapters, LocalWeights], Any]) -> None:
         runtime = runtime_of(peft_model)
@@ -100,7 +102,8 @@ def put_several(peft_model: Any, put_methods: Callable[[], None]) -> None:
             raise ConfigError(f"Adapter {adapter_name} does not exist")
         if len(peft_model.peft_config) == 1:
             raise ConfigError(
-                f"{adapter_name!r} is the model's only adapter over ranks: call unload(), which leaves the stock model"
+                f"{adapter_name!r} is the model's only adapter over ranks: call unload() instead, which returns the "
+                "stock model"
             )
         changed("delete_adapter", _without(adapter_name))
 
@@ -113,13 +116,14 @@ def _adapters_of(runtime: Runtime, by: str) -> Adapters:
     adapters = runtime.adapters
     if not isinstance(adapters, Adapters):
         raise ConfigError(
-            f"{by} needs a model with adapters, and this one's were merged or unloaded: call hfscale.get_peft_model"
+            f"{by} needs a model with adapters, but this model's adapters were merged or unloaded: call "
+            "hfscale.get_peft_model"
         )
     return adapters
 
 
 def _refuse_known(peft_model: Any, name: str) -> None:
-    if name in peft_model.peft_config:  # in PEFT's words, which scripts look for
+    if name in peft_model.peft_config:  # PEFT's own message, which scripts may match
         raise ConfigError(f"Adapter with name {name!r} already exists.")
 
 

@@ -1,7 +1,7 @@
-"""Sources of a model: a checkpoint, a seed, or memory.
+"""Define the sources of a model: a checkpoint, a seed, or memory.
 
-A source first gives the full model on the meta device, which is planned, and, once the mesh is formed, this rank's
-shards of it with local sizes.
+A source first provides the full model on the meta device, for the plan. After the mesh is formed, the source provides
+the model with local sizes and this rank's shards.
 """
 
 import copy
@@ -65,10 +65,10 @@ class Outline:
     kwargs: dict[str, Any]  # further arguments of that class
     # The quantization config, for loading or of the checkpoint, or "as_stored".
     quantization: Any = None
-    stored: bool = False  # whether the checkpoint is quantized, and stays so
-    # Of quantized weights in the checkpoint that are loaded as plain values.
+    stored: bool = False  # whether the checkpoint's quantized weights stay quantized
+    # The form of quantized weights in the checkpoint that are dequantized when they are loaded.
     form: StoredForm | None = None
-    added: Collection[AddedLayers] = ()  # layers beyond those of the stock model
+    added: Collection[AddedLayers] = ()  # layers in addition to the stock model's layers
 
     def __post_init__(self) -> None:
         self.config, form = split_stored_form(self.config)
@@ -76,7 +76,7 @@ class Outline:
 
     @cached_property
     def model(self) -> Any:
-        """The stock model on the meta device."""
+        """Return the stock model on the meta device."""
         is_auto = hasattr(self.auto_class, "from_config")
         with built_or_explained(self.auto_class, self.config, *_WRONG_CONFIG), torch.device("meta"):
             model = from_config(
@@ -87,7 +87,9 @@ class Outline:
         return model
 
     def resized(self, tokens: int | None) -> tuple["Outline", frozenset[str]]:
-        """Return the outline with ``tokens`` tokens, if not ``None``, and the parameters with a row for each token."""
+        """Return the outline, with ``tokens`` tokens unless ``None``, and the names of parameters with a row per
+        token.
+        """
         if tokens is None:
             return self, frozenset()
         check_tokens(tokens)
@@ -108,7 +110,7 @@ class Outline:
 
 
 def plan_model(model: nn.Module, layout: ParallelConfig, options: Options) -> Plan:
-    """Plan a full stock model on any device; stages are placed as the schedule's file says, if it is one."""
+    """Plan a full stock model on any device; if the schedule is a file, the file assigns stages to ranks."""
     planned = build_plan(model, layout, stage_places(layout), options)
     if planned.stages is not None:
         schedule_of(layout.pipeline_schedule).check(planned, options)
@@ -117,7 +119,7 @@ def plan_model(model: nn.Module, layout: ParallelConfig, options: Options) -> Pl
 
 @dataclass
 class FromSeed:
-    """Random weights, the same for every layout."""
+    """Draw random weights that are the same for every layout."""
 
     outline: Outline
     seed: int
@@ -142,22 +144,24 @@ class FromSeed:
         return copy.deepcopy(self.outline.model)
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """Return none: nobody holds parameters of a model that is made here."""
+        """Return no parameters: no optimizer can hold parameters of a model that does not exist yet."""
         return ()
 
 
 @dataclass
 class FromCheckpoint(FromSeed):
-    """A Hugging Face checkpoint, of which each rank reads its slices; parameters that it lacks are random."""
+    """Read each rank's shards from a Hugging Face checkpoint; parameters that the checkpoint lacks are random."""
 
     path: str  # a directory or Hub id
     kwargs: dict[str, Any]  # arguments of transformers' ``from_pretrained``
     resized: Collection[str] = ()  # parameters whose number of rows differs from the checkpoint's
 
-    name: str = ""  # what files that are written say where it came from, if not the path
+    name: str = ""  # the model's origin in saved files, if not the path
 
     def call(self, name: str) -> None:
-        """Let the model say that it came from ``name``, as one from there does by stock code."""
+        """Set the model's ``name_or_path`` to ``name``, like stock code sets it for a model that was loaded from
+        there.
+        """
         self.name = name
         for holder in (self.outline.config, self.outline.model):
             holder.name_or_path = name
@@ -188,17 +192,20 @@ class FromCheckpoint(FromSeed):
         return model, weights
 
     def template(self, model: Any) -> Any:
-        """Return a copy of the full stock model on the meta device, in the type in which ``model`` was loaded."""
+        """Return a copy of the full stock model on the meta device, in the dtype in which ``model`` was loaded."""
         planned = self.outline
         if planned.model.dtype == model.dtype:
             return super().template(model)
-        kwargs = {"dtype": model.dtype, **code_arguments(self.kwargs)}  # the checkpoint has decided
+        kwargs = {
+            "dtype": model.dtype,
+            **code_arguments(self.kwargs),
+        }  # the checkpoint has already determined the dtype
         return Outline(model.config, planned.auto_class, kwargs, added=planned.added).model
 
 
 @dataclass
 class InMemory:
-    """A full model in memory, the same on every rank; cut in place."""
+    """Shard, in place, a full model that is in memory with the same values on every rank."""
 
     model: nn.Module
 
@@ -219,12 +226,12 @@ class InMemory:
         return model, None
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """Return the parameters that are cut, tied ones by all of their names."""
+        """Return the parameters that will be sharded; tied parameters are listed under each of their names."""
         return self.model.named_parameters(remove_duplicate=False)
 
 
 class Adapted(InMemory):
-    """A model of one process in memory, with adapters by PEFT's own functions, which the plan gets later."""
+    """Hold a model of one process with adapters from PEFT's own functions; the plan gets the adapters later."""
 
     def plan(self, layout: ParallelConfig, options: Options) -> Plan:
         """Plan the model without its adapters."""
@@ -235,7 +242,7 @@ Source = FromSeed | InMemory
 
 
 def _refuse_different(model: nn.Module, mesh: Mesh) -> None:
-    """Refuse a model that is not the same on every rank, by the first values of each parameter; collective."""
+    """Raise :class:`ConfigError` if the first values of a parameter differ between ranks; collective."""
     named = model.named_parameters() if mesh.control is not None else ()
     sums = {
         name: str(float(parameter.detach().reshape(-1)[:_SAMPLE].double().sum()))
@@ -245,13 +252,16 @@ def _refuse_different(model: nn.Module, mesh: Mesh) -> None:
         if other != sums:
             name = next((name for name in sums if sums[name] != other.get(name)), "a parameter")
             raise ConfigError(
-                f"{name} must be the same on every rank, since parallelize gives each rank a shard of one model: load "
-                "it from one checkpoint, or set the same seed (torch.manual_seed) first; or use hfscale.from_config"
+                f"{name} must have the same values on every rank, because parallelize gives each rank a shard of one "
+                "model: load the model from one checkpoint, or set the same seed (torch.manual_seed) first; or use "
+                "hfscale.from_config"
             )
 
 
 def _refuse_hooks(model: nn.Module, mesh: Mesh) -> None:
-    """Refuse hooks on parameters, which would stay with those that are replaced and never run; collective."""
+    """Raise :class:`ConfigError` for hooks on parameters: parameters are replaced, so hooks would not run;
+    collective.
+    """
     hooked = ""
     if mesh.layout.total_size > 1:
         named = model.named_parameters()
@@ -261,19 +271,21 @@ def _refuse_hooks(model: nn.Module, mesh: Mesh) -> None:
         hooked = next(hooked_names, "")
     for name in filter(None, mesh.all_gather_object(hooked)):
         raise ConfigError(
-            f"parameters must have no hooks before {mesh.layout.describe()} cuts them, got one on {name}: register it "
-            "after parallelize, which makes new parameters"
+            f"parameters must have no hooks before parallelize shards them over {mesh.layout.describe()}, got one on "
+            f"{name}: register it after parallelize, which creates new parameters"
         )
 
 
 def _give_up_memory(modules: Iterable[nn.Module], kept: nn.Module) -> None:
-    """Free the tensors of modules missing from ``kept``; placeholders still read their attributes."""
+    """Free the tensors of modules that are not in ``kept``; placeholders still read attributes of these modules."""
     staying = set(kept.modules())
     for module in modules:
         if module in staying:
             continue
         for name, parameter in own_parameters(module).items():
-            if parameter is not None:  # not in place: another module may keep a tied tensor
+            if (
+                parameter is not None
+            ):  # do not free in place, because another module may keep a tied tensor
                 own_parameters(module)[name] = nn.Parameter(
                     parameter.detach().to("meta"), parameter.requires_grad
                 )
@@ -284,8 +296,8 @@ def _give_up_memory(modules: Iterable[nn.Module], kept: nn.Module) -> None:
 def resize_vocabulary(
     build: Callable[[PreTrainedConfig], Any], config: PreTrainedConfig, tokens: int
 ) -> tuple[PreTrainedConfig, frozenset[str]]:
-    """Return the config of a model with ``tokens`` tokens, and the names of parameters with a row for each token, which
-    transformers finds by resizing a model that ``build`` makes of a config on the meta device. Raise
+    """Return the config of a model with ``tokens`` tokens, and the names of parameters with a row for each token. The
+    names are found by transformers' resizing of a model that ``build`` creates from a config on the meta device. Raise
     :class:`ConfigError` if the vocabulary size changes more than the numbers of rows of parameters.
     """
     before = build(copy.deepcopy(config))
@@ -301,9 +313,10 @@ def resize_vocabulary(
         or changed - dict(after.named_parameters(remove_duplicate=False)).keys()
     ):
         raise ConfigError(
-            f"resize_token_embeddings={tokens}: {class_name(before)} has sizes other than rows of parameters that "
-            f"depend on the number of tokens ({', '.join(sorted(changed))}): resize it with stock transformers "
-            "(model.resize_token_embeddings(...); model.save_pretrained(directory)), and load that"
+            f"resize_token_embeddings={tokens}: {class_name(before)} has parameters that depend on the number of "
+            f"tokens in another way than by their rows ({', '.join(sorted(changed))}): resize the model with stock "
+            "transformers (model.resize_token_embeddings(...); model.save_pretrained(directory)), and load the saved "
+            "directory"
         )
     return before.config, frozenset(changed)
 

@@ -1,4 +1,4 @@
-"""Load, save and resume: each rank reads its slices of a Hugging Face checkpoint, and rank 0 writes a plain one."""
+"""Load, save and resume: each rank reads its shards from a Hugging Face checkpoint, and rank 0 writes a plain one."""
 
 from .checksums import verify_experts
 from .foreign_optimizer import load_optimizer

@@ -1,7 +1,7 @@
-"""Copy checkpoint contents that the stock class does not load: of draft layers, a tokenizer's files.
+"""Copy checkpoint contents that the stock class does not load: tensors of draft layers, a tokenizer's files.
 
-transformers ignores such tensors, so a plain save would lose them, and with them speculative decoding. They do not
-train: a save copies them, one by one and unchanged, from the checkpoint that the model was loaded from.
+transformers ignores such tensors, so a plain save would lose them, and speculative decoding would stop working. These
+tensors do not train: a save copies each of them unchanged from the checkpoint that the model was loaded from.
 """
 
 import logging
@@ -31,15 +31,15 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class Carried:
-    """Name the checkpoint in ``directory`` and its tensors that the model does not load, as if none were quantized."""
+    """Name a checkpoint's ``directory`` and, without quantization, the tensors in it that the model does not load."""
 
     directory: Path
     names: frozenset[str]
 
 
 def note_carried(model: Any, directory: Path, names: Iterable[str]) -> None:
-    """Record which tensors of its checkpoint a new model does not load."""
-    # Of a head that another class has replaced, nothing is copied.
+    """Record the tensors that a new model does not load from its checkpoint."""
+    # If the model's class is not the checkpoint's (a head was replaced), nothing is copied.
     own = class_name(model) in (model.config.architectures or ())
     model._hfscale_carried = Carried(directory, frozenset(names if own else ()))
 
@@ -50,7 +50,9 @@ def carried_by(model: nn.Module) -> Carried | None:
 
 
 def carried_tensors(model: nn.Module, as_stored: bool = False) -> dict[str, TensorOnDisk]:
-    """Return the tensors to copy, by stored name, and log which; ``as_stored``: quantized ones with their scales."""
+    """Return the tensors to copy, by stored name, and log their names; with ``as_stored``, quantized tensors stay
+    quantized and come with their scales.
+    """
     carried = carried_by(model)
     if carried is None or not carried.names:
         return {}
@@ -60,7 +62,7 @@ def carried_tensors(model: nn.Module, as_stored: bool = False) -> dict[str, Tens
     lost = sorted(carried.names - found.keys())
     if found:
         _log.info(
-            "%d tensors that %s does not load are copied from %s as they are: %s",
+            "%d tensors that %s does not load are copied unchanged from %s: %s",
             len(found), class_name(model), carried.directory, _some(found),
         )  # fmt: skip
     if lost:
@@ -78,13 +80,13 @@ def carried_tensors(model: nn.Module, as_stored: bool = False) -> dict[str, Tens
 
 
 def stored_keys(model: nn.Module) -> list[str]:
-    """Return the names of all tensors of the checkpoint that a model was loaded from; none where it is gone."""
+    """Return the names of all tensors in the checkpoint that a model was loaded from; empty if it no longer exists."""
     carried = carried_by(model)
     return [] if carried is None else list(_source(carried.directory))
 
 
 def _source(directory: Path) -> dict[str, TensorOnDisk]:
-    with suppress(CheckpointError):  # a damaged source is as good as none
+    with suppress(CheckpointError):  # a damaged source counts as missing
         return as_plain(open_weights(directory), form_in(directory))
     return {}
 
@@ -96,7 +98,9 @@ def copy_tensors(tensors: Mapping[str, TensorOnDisk], writer: CheckpointWriter) 
 
 
 def copy_files(model: nn.Module, staging: Path, target: Path) -> None:
-    """Copy a tokenizer's, a processor's and custom code's files to ``staging``, unless there or in ``target``."""
+    """Copy the files of a tokenizer, a processor and custom code to ``staging``, except files that are already in
+    ``staging`` or ``target``.
+    """
     carried = carried_by(model)
     if carried is None or not carried.directory.is_dir():
         return

@@ -1,11 +1,13 @@
-"""Checksums of every expert, of the model over all its ranks and of the checkpoint, which must be equal.
+"""Compare the checksum of every expert on the model's ranks with its checksum in the checkpoint.
 
-Ranks that all loaded the same experts train without an error, and badly. Only the checkpoint can tell: experts may
-rightly be equal, as after upcycling. So the checkpoint is read again, once by all ranks together, by transformers'
-converters and without a plan, and compared with the experts of each rank, as numbered by token dispatch.
+If by mistake all ranks loaded the same experts, training runs without an error, but badly. Equal experts alone are no
+sign of this mistake, because experts are equal after upcycling. So all ranks together read the checkpoint once more,
+through transformers' converters and without the plan, and compare its experts with the experts of each rank, in the
+numbering of token dispatch.
 
-A tensor's checksum is the sum, modulo 2**64, of its entries' bits times a weight that depends on the entry's index. So
-checksums of shards add up: an expert that several ranks share is compared without being gathered.
+A tensor's checksum is the sum, modulo 2**64, of its entries' bits times a weight that depends on the entry's index. The
+checksums of an expert's shards therefore add up to the checksum of the expert, so that an expert that is sharded over
+several ranks is compared without being gathered.
 """
 
 from collections import defaultdict
@@ -45,14 +47,15 @@ Sums = dict[int, int]  # index of an expert -> its checksum
 def verify_experts(model: nn.Module, directory: str | Path) -> dict[str, Sums]:
     """Compare every expert, on the ranks that hold it, with the checkpoint that was loaded or saved last.
 
-    Call it on every rank, before a step changes the weights. All ranks together read the experts' weights once; none
+    Call it on every rank, before a step changes the weights. All ranks together read the experts' weights once; no rank
     holds more than one full parameter.
 
     Returns:
         the checksums of the experts of each parameter that ``ep_size`` shards, by name.
 
     Raises:
-        CheckpointError: on every rank, if some expert differs; says which expert of the checkpoint it equals, if any.
+        CheckpointError: on every rank, if any expert differs; the message names an equal expert of the checkpoint, if
+            one exists.
         ConfigError: the experts are held in 4 bits.
     """
     runtime = runtime_of(model)
@@ -62,8 +65,8 @@ def verify_experts(model: nn.Module, directory: str | Path) -> dict[str, Sums]:
         runtime.plan.by_name[name].cut_over("ep") for name in quantized.weights
     ):
         raise ConfigError(
-            "verify_experts compares values with the checkpoint's, and the experts are held in 4 bits: load the model "
-            "without quantization_config, or with the experts in llm_int8_skip_modules"
+            "verify_experts compares the experts' values with the checkpoint's, but the model holds its experts in 4 "
+            "bits: load the model without quantization_config, or with the experts in llm_int8_skip_modules"
         )
     held = runtime.mesh.all_gather_object(_held(runtime))
     types = {name: dtype for rank in held for name, (dtype, _, _) in rank.items()}
@@ -90,7 +93,7 @@ def checksum(
     spans: Sequence[Sequence[tuple[int, int]]],
     shape: Sequence[int],
 ) -> int:
-    """Return a slice's term in the checksum of a tensor of ``shape``; ``spans`` give the slice's position per dim."""
+    """Return a slice's term in the checksum of a tensor of ``shape``; ``spans`` are the slice's positions per dim."""
     places = [_places(dim, part.device) for dim in spans]
     rows = max(1, _BLOCK // max(1, prod(part.shape[1:])))
     total = 0
@@ -110,7 +113,9 @@ def _places(spans: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
 
 
 def _held(runtime: Runtime) -> dict[str, tuple[torch.dtype, Any, Sums]]:
-    """Return dtype, replica number here and checksums of expert parameters, whose experts token dispatch numbers."""
+    """Return dtype, this rank's replica number and checksums of each expert parameter, by the experts' indices in token
+    dispatch.
+    """
     result: dict[str, tuple[torch.dtype, Any, Sums]] = {}
     group = runtime.mesh.group("ep")
     adapters = {adapter.name for adapter in runtime.plan.adapters}  # not in the checkpoint
@@ -134,7 +139,7 @@ def _stored(
     directory: Path,
     types: dict[str, torch.dtype],
 ) -> dict[str, Sums]:
-    """Return the checksums of the checkpoint's experts, for this rank's part of the parameters to read."""
+    """Return the checksums of the checkpoint's experts, for the parameters that this rank has to read."""
     by_name = runtime.plan.by_name
     finish_move(directory)
     stored = as_plain(open_weights(directory), form_in(directory))

@@ -1,4 +1,4 @@
-"""Convert a saved state to a Hugging Face directory, one tensor at a time, without a GPU; describe any directory."""
+"""Convert a saved state to a Hugging Face directory, one tensor at a time, without a GPU; describe directories."""
 
 import shutil
 from collections import Counter
@@ -45,8 +45,9 @@ def convert_state(
 ) -> StateIndex:
     """Write the weights of a state as a Hugging Face directory, or an adapter as PEFT's; return the state's index.
 
-    The bytes are those that :func:`hfscale.save_pretrained` would have written. ``source`` has a state, or several;
-    ``as_stored`` quantizes weights again in the form of the checkpoint that the model was loaded from.
+    The written bytes equal the bytes that :func:`hfscale.save_pretrained` would have written. ``source`` is the
+    directory of one state, or of several states; ``as_stored`` quantizes weights again in the form of the checkpoint
+    that the model was loaded from.
     """
     alone = Mesh(ParallelConfig(), torch.device("cpu"), dict.fromkeys(AXES, 0))
     with all_or_none(alone, f"{source} could not be read"):
@@ -56,8 +57,8 @@ def convert_state(
     missing = [name for name, key in index.stored.items() if key not in index.tensors]
     if missing:
         raise CheckpointError(
-            f"{directory} lacks {len(missing)} weights, {missing[0]} for one, which were held in 4 or 8 bits: they are "
-            "in the checkpoint that the model was loaded from"
+            f"{directory} lacks {len(missing)} weights, for example {missing[0]}, because the run held them in 4 or 8 "
+            "bits and a state omits such weights: take them from the checkpoint that the model was loaded from"
         )
     with atomic_directory(target, stale=REPLACED) as staging:
         if index.adapter:
@@ -70,7 +71,9 @@ def convert_state(
 
 
 def _write_adapters(directory: Path, reader: StateReader, target: Path) -> None:
-    """Write each adapter of a state where the model would have: ``default``, or an only one, in ``target`` itself."""
+    """Write each adapter of a state to the place where the model would write it: the adapter ``default``, or a single
+    adapter, to ``target`` itself, and further adapters to directories of their names.
+    """
     places: dict[str, dict[str, str]] = {}
     for stored, key in reader.index.stored.items():
         place, _, name = stored.rpartition("/")
@@ -134,7 +137,9 @@ def _write_model(
 
 
 def inspect(source: Path, verify: bool = True) -> tuple[str, bool]:
-    """Return a description of ``source`` in lines of text, and whether all is complete; ``verify`` reads all of it."""
+    """Return a description of ``source`` in lines of text, and whether all of it is complete; ``verify`` reads every
+    file.
+    """
     finish_move(source)
     if (foreign := find_source(source)) is not None and not states_in(source):
         text, whole = describe_source(foreign, source, verify)

@@ -1,4 +1,4 @@
-"""Convert another trainer's weights to a Hugging Face directory, one tensor at a time, without a GPU; describe them."""
+"""Convert another library's weights to a Hugging Face directory, one tensor at a time, without a GPU."""
 
 import json
 import shutil
@@ -36,11 +36,11 @@ def convert_source(
     """Write the weights of a source as a Hugging Face directory; return the number of tensors written.
 
     Args:
-        config: the directory with the model's ``config.json``, whose small files are copied; by default the source's,
-            or what its one file says itself.
+        config: the directory with the model's ``config.json``, from which small files are copied. By default, this is
+            the source directory, or the config that a single file (GGUF) contains.
 
     Raises:
-        CheckpointError: the weights are not those of the config's class, or pieces of them are missing.
+        CheckpointError: the weights do not belong to the config's class, or some shards are missing.
     """
     own = source.file if config is None else None
     home = own or _home(source, config)
@@ -77,8 +77,8 @@ def convert_source(
 
 
 def describe_source(source: Source, given: Path, verify: bool = True) -> tuple[list[str], bool]:
-    """Return lines on what another trainer wrote to a directory, and whether all of it can be read; ``verify`` reads
-    every value.
+    """Return lines of text about another library's weights in a directory, and whether all of them can be read;
+    ``verify`` reads every value.
     """
     try:
         stored = source.open()
@@ -102,21 +102,26 @@ def describe_source(source: Source, given: Path, verify: bool = True) -> tuple[l
 
 
 def _compare_with_config(source: Source) -> None:
-    """Raise :class:`CheckpointError` if tensors of a source have other shapes than by the config beside it: what is
-    left of several ranks' slices looks whole by itself.
+    """Raise :class:`CheckpointError` if tensors of a source have other shapes than the config in the same directory
+    requires. Without this check, one of several ranks' shards would look like a full tensor.
     """
     if source.file is not None or not (source.directory / _CONFIG).exists():
         return
     try:
         model = empty_model(source.directory, trusted=False)
-    except (LookupError, ValueError, OSError, ImportError):  # code of its own, or a newer class
+    except (
+        LookupError,
+        ValueError,
+        OSError,
+        ImportError,
+    ):  # the model needs custom code, or a newer class
         return
     stored = source.open(model)
     for name, tensor in model.state_dict().items():
         if name in stored and stored[name].shape != tuple(tensor.shape):
             raise CheckpointError(
-                f"{name} must have the shape {tuple(tensor.shape)} by {source.directory / _CONFIG}, got "
-                f"{stored[name].shape}: copy the files of all ranks that wrote it"
+                f"{name} must have the shape {tuple(tensor.shape)} according to {source.directory / _CONFIG}, got "
+                f"{stored[name].shape}: copy the files of all ranks that wrote the checkpoint"
             )
 
 
@@ -126,14 +131,14 @@ def _home(source: Source, config: Path | None) -> Path:
     found = next((place for place in places if (place / _CONFIG).exists()), None)
     if found is None:
         raise CheckpointError(
-            f"{source.directory} must be converted by the config of its model, and there is none in {places[0]}: give "
-            "the directory that has it, --config BASE"
+            f"{source.directory} needs its model's config.json for the conversion, and {places[0]} has none: give the "
+            "directory that has it, --config BASE"
         )
     return found
 
 
 def _check(model: Any, source: Source, stored: Mapping[str, TensorOnDisk]) -> None:
-    """Raise :class:`CheckpointError` unless the tensors are those of the model, by its own names."""
+    """Raise :class:`CheckpointError` unless the tensors have exactly the names and shapes of the model's parameters."""
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     both = [name for name in expected if name in stored]

@@ -1,4 +1,4 @@
-"""Compare what a checkpoint stores with the parameters of the model that is to be loaded from it."""
+"""Compare the tensors of a checkpoint with the parameters of the model that is to be loaded from the checkpoint."""
 
 import math
 import warnings
@@ -7,16 +7,17 @@ from collections.abc import Collection, Sequence
 from ..errors import CheckpointError
 from ..plan import Plan
 
-_MOST = 0.5  # of the model's numbers
+_MOST = 0.5  # the fraction of missing values from which a warning is shown
 
 
 def check_coverage(
     plan: Plan, keys: Sequence[str], found: Collection[str], directory: str, *, tells: bool
 ) -> None:
-    """Raise :class:`CheckpointError` if none of the stored ``keys`` is a parameter of the model, and warn, on the rank
-    that ``tells``, if the checkpoint lacks most of the model's numbers; ``found`` are the names that keys become.
+    """Raise :class:`CheckpointError` if none of the stored ``keys`` is a parameter of the model, and warn (if
+    ``tells``) if the checkpoint lacks most of the model's values; ``found`` are the model's names of the stored keys.
 
-    transformers says so in its log alone, which scripts switch off, and goes on with random weights.
+    transformers reports missing tensors only in its log, which scripts often switch off, and continues with random
+    weights.
     """
     stored = {plan.by_name[name].tied_to or name for name in found if name in plan.by_name}
     owned = list(plan.owned())
@@ -24,15 +25,15 @@ def check_coverage(
         first = f"begins with {sorted(keys)[0]!r}" if keys else "is empty"
         raise CheckpointError(
             f"{directory} must hold tensors of the model, such as {owned[0].name!r}, got {len(keys)} of other names "
-            f"({first}): rename them, load it by the class that it was saved by (auto_class=...), or begin "
-            "with random weights (hfscale.from_config)"
+            f"({first}): rename them, load the checkpoint with the class that saved it (auto_class=...), or begin with "
+            "random weights (hfscale.from_config)"
         )
     missing = [planned for planned in owned if planned.name not in stored]
     lacking = sum(math.prod(planned.shape) for planned in missing)
     share = lacking / sum(math.prod(planned.shape) for planned in owned)
     if tells and share > _MOST:
         warnings.warn(
-            f"{directory} lacks {len(missing)} tensors of the model, {share:.0%} of its numbers: {missing[0].name!r} "
-            "and the others begin with random values",
+            f"{directory} lacks {len(missing)} tensors of the model, {share:.0%} of the model's parameters: "
+            f"{missing[0].name!r} and the other missing tensors begin with random values",
             stacklevel=2,
         )

@@ -1,7 +1,8 @@
-"""Restore an optimizer's state that another trainer wrote of all parameters: each rank takes its shards of it.
+"""Restore an optimizer's state for full parameters that another trainer wrote: each rank reads its shards.
 
-Torch numbers parameters in the order of the groups; torch's distributed checkpoints name them. A state with the shape
-of its parameter is cut like it; others belong to a whole parameter, or are cut as hfscale's own optimizers say.
+Torch numbers parameters in the order of the groups; torch's distributed checkpoints name them. A state tensor with the
+shape of its parameter is sharded like the parameter. Other state tensors are replicated, or sharded by the rules of
+hfscale's own optimizers.
 """
 
 import json
@@ -23,7 +24,7 @@ from ..train.runtime.writing import all_or_none
 SHARDED = (
     "optimizer_0"  # of FSDP2, a distributed checkpoint of torch's, beside pytorch_model_fsdp_0
 )
-_WHOLE = ("optimizer.pt", "optimizer.bin")  # of Trainer, of Accelerate
+_WHOLE = ("optimizer.pt", "optimizer.bin")  # written by Trainer, by Accelerate
 _SCHEDULES = ("scheduler.pt", "scheduler.bin")
 _PROGRESS = "trainer_state.json"
 
@@ -33,10 +34,10 @@ class OptimizerSource:
     """Hold an optimizer's state that another trainer wrote."""
 
     path: Path
-    state: dict[str, Any]  # as ``state_dict()`` has it; tensors may be lazy
-    named: bool  # whether it names parameters; else it numbers them in the order of the groups
+    state: dict[str, Any]  # in the format of ``state_dict()``; tensors may be lazy
+    named: bool  # whether the state names parameters; otherwise it numbers them in the order of the groups
     schedule: dict[str, Any] | None = None
-    step: int | None = None  # how many steps were done, if it says so
+    step: int | None = None  # the number of completed steps, if the state contains it
 
     @property
     def names(self) -> list[list[str]] | None:
@@ -46,7 +47,9 @@ class OptimizerSource:
 
 
 def find_optimizer(directory: Path) -> OptimizerSource | None:
-    """Return the optimizer's state in another trainer's directory; ``None`` if it has none that is read."""
+    """Return the optimizer's state in another trainer's directory; ``None`` if the directory has no state that hfscale
+    can read.
+    """
     found = _found(directory)
     if found is None:
         return None
@@ -79,22 +82,23 @@ def load_optimizer(
     """Load the state of an optimizer that another trainer wrote, in any layout; call it on every rank::
 
         model = hfscale.from_pretrained(DIRECTORY, config=BASE, parallel=parallel)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)  # in groups as then
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)  # with the same groups as before
         done = hfscale.load_optimizer(model, optimizer, DIRECTORY, scheduler=scheduler)
 
-    Read are FSDP2's distributed checkpoints (plain loops, Accelerate, Trainer), DeepSpeed's ZeRO partitions, and
-    ``optimizer.pt`` or ``optimizer.bin`` of one process or DDP. Each rank reads its slices. For what
-    :func:`hfscale.save_state` wrote there is :func:`hfscale.load_state`.
+    It reads FSDP2's distributed checkpoints (plain loops, Accelerate, Trainer), DeepSpeed's ZeRO partitions, and
+    ``optimizer.pt`` or ``optimizer.bin`` of one process or DDP. Each rank reads its shards. A state of
+    :func:`hfscale.save_state` is loaded by :func:`hfscale.load_state` instead.
 
     Args:
-        optimizer: made of the model's parameters, in the same groups in the same order, as the other trainer's was.
-        scheduler: gets the state of that trainer's schedule, if the directory has one.
+        optimizer: an optimizer of the model's parameters, with the same groups in the same order as the other
+            trainer's.
+        scheduler: the schedule into which the other trainer's schedule is loaded, if the directory has one.
 
     Returns:
-        the number of steps done, if the directory says so.
+        the number of completed steps, if the directory contains it, otherwise ``None``.
 
     Raises:
-        CheckpointError: the directory has no such state, or that of other parameters; nothing is changed then.
+        CheckpointError: the directory has no such state, or the state of other parameters; nothing was changed.
     """
     runtime = runtime_of(model)
     with all_or_none(runtime.mesh, f"{directory} could not be loaded"):
@@ -102,7 +106,7 @@ def load_optimizer(
         if found is None:
             raise CheckpointError(
                 f"{directory} must have an optimizer's state (optimizer_0, optimizer.pt, optimizer.bin, .metadata, or "
-                "DeepSpeed's partitions), and has none: train on from the weights alone"
+                "DeepSpeed's partitions), but has none: continue training from the weights alone"
             )
         names = found.names or names_of_groups(runtime, optimizer)
         restore_optimizer(runtime, found.path, found.state, names, optimizer)
@@ -112,7 +116,7 @@ def load_optimizer(
 
 
 def read_state_dict(path: Path) -> Any:
-    """Read a state of plain data and tensors, which stay in the file until they are read."""
+    """Read a state of plain data and tensors; the tensors stay in the file until they are accessed."""
     return torch.load(path, map_location="cpu", weights_only=True, mmap=path.stat().st_size > 0)
 
 
@@ -128,15 +132,16 @@ def restore_optimizer(
     names: list[list[str]] | None,
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Load the state of an optimizer over the whole model into ``optimizer``, of which each rank takes its shards.
+    """Load an optimizer's state for full parameters into ``optimizer``; each rank takes its shards.
 
     Args:
-        path: where it is from, for errors.
-        written: as ``state_dict()`` has it; tensors may be lazy.
-        names: the parameters of each of its groups, in order; ``None`` if nobody knows.
+        path: the path of the state, for errors.
+        written: the state in the format of ``state_dict()``; tensors may be lazy.
+        names: the parameters of each of the state's groups, in order; ``None`` if they are unknown.
 
     Raises:
-        CheckpointError: other parameters train now, or in other groups; or blocks of 8 bits would be cut.
+        CheckpointError: the optimizer has other parameters or other groups; or the layout would split the blocks of
+            8-bit states.
     """
     planned = {id(parameter): planned for planned, parameter in runtime.parameters()}
     mine = names_here(runtime, optimizer)
@@ -149,8 +154,9 @@ def restore_optimizer(
     if not all(runtime.mesh.all_gather_object(fits)):
         theirs = sum(len(group["params"]) for group in groups)
         raise CheckpointError(
-            f"{path} is the state of {theirs} parameters in {len(groups)} groups, and this run trains "
-            f"{sum(map(len, mine))} here in {len(mine)}: build model and optimizer as they were built then"
+            f"{path} holds the optimizer's state for {theirs} parameters in {len(groups)} groups, but this run's "
+            f"optimizer has {sum(map(len, mine))} parameters in {len(mine)} groups: build the model and the optimizer "
+            "as in the run that wrote it"
         )
     state: dict[Any, dict[str, Any]] = {}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -172,7 +178,7 @@ def restore_optimizer(
 def _numbers(
     runtime: Runtime, groups: list[dict[str, Any]], names: list[list[str]] | None
 ) -> dict[str, Any]:
-    """Return what a state calls each parameter, a number or a name; nothing where its groups have other numbers."""
+    """Return each parameter's identifier in the state (a number or a name); empty if the sizes of the groups differ."""
     owner = {each.name: each.tied_to or each.name for each in runtime.plan.parameters}
     if names is None or [len(group["params"]) for group in groups] != [len(each) for each in names]:
         return {}
@@ -190,8 +196,8 @@ def names_here(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[list[
 
 
 def names_of_groups(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
-    """Return the parameters in each group over all stages, as one process has them; ``None`` where stages leave open in
-    which order. Collective.
+    """Return the names of the parameters in each group over all pipeline stages, in the order of one process; ``None``
+    if this order cannot be derived from the stages. Collective.
     """
     every = runtime.mesh.all_gather_object(names_here(runtime, optimizer))
     place = {planned.name: number for number, planned in enumerate(runtime.plan.owned())}
@@ -212,7 +218,7 @@ def names_of_groups(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[
 def _refuse_blocks(path: Path, state: dict[str, Any], planned: ParameterPlan) -> None:
     if "absmax1" in state and planned.cuts:
         raise CheckpointError(
-            f"{path} has 8-bit states in blocks of full tensors, which this layout cannot shard: "
+            f"{path} has 8-bit optimizer states, whose blocks span full tensors, so this layout cannot shard them: "
             "resume in one process, or from a checkpoint of hfscale.Trainer"
         )
 
@@ -235,7 +241,9 @@ def _taken(
     ranks: dict[str, int],
     optimizer: Any,
 ) -> Any:
-    """Return this rank's shard of a state of the full parameter: cut like it, or as hfscale's optimizers say."""
+    """Return this rank's shard of a full state tensor, sharded like its parameter or by the rules of hfscale's
+    optimizers.
+    """
     if isinstance(value, TensorOnDisk):
         if value.shape != planned.shape:
             return value[...]
@@ -246,7 +254,7 @@ def _taken(
         return value
     if (
         value.ndim == 0
-    ):  # a count of steps, which is added to in place, and may be of several parameters
+    ):  # copy a step count: the optimizer increments it in place, and several parameters may share the tensor
         return value.clone()
     plain = bool(getattr(optimizer, "keeps_plain_state", False))
     if tuple(value.shape) == tuple(planned.shape):

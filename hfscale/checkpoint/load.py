@@ -2,9 +2,9 @@
 
 Data flow: transformers' ``from_pretrained`` builds the stock model on the meta device; before it reads weights, the
 model gets its local shapes (tensor shards, then data shards) and transformers gets a state dict of lazy tensors that
-read only this rank's shard. Its own renaming, dtype rules and tying then work unchanged, and so does its quantizer. The
-same holds for parameters that transformers merges from several stored tensors, one per expert, say; parameters whose
-values it rearranges in other ways are read in full and cut afterwards.
+read only this rank's shard. Renaming, dtype rules, tying and quantizers of transformers then work unchanged. The same
+holds for parameters that transformers merges from several stored tensors (for example, one per expert). Parameters
+whose values transformers rearranges in other ways are read in full and sharded afterwards.
 """
 
 import logging
@@ -71,14 +71,14 @@ class _Loader:
         self.mesh = mesh
         self.resized = resized
         self.form = form
-        self.held = plan.local_names(mesh.pp_rank)  # owned parameter -> its name here
+        self.held = plan.local_names(mesh.pp_rank)  # owned parameter -> its name on this rank
         self.converted: set[str] = set()
         self.meta: dict[str, nn.Parameter] = {}
         self.stored: set[str] = set()  # parameters and buffers in the checkpoint
         self.overwritten: set[str] = set()
         self.quantizing: Quantizing | None = None
         self.renamed: dict[str, str] = {}  # name in the model -> in the checkpoint
-        self.rows: dict[str, StoredRow] = {}  # of weights that stay as the checkpoint stores them
+        self.rows: dict[str, StoredRow] = {}  # weights that stay in the checkpoint's quantized form
 
     def prepare(
         self, model: Any, weight_mapping: list[Any], files: list[str], quantizer: Any
@@ -118,7 +118,9 @@ class _Loader:
                     self.quantizing.read_quantized(
                         targets[key].name, quantized[key], targets[key].converter is not None
                     )
-                    shown[key] = torch.empty(0)  # read when transformers reaches it
+                    shown[key] = torch.empty(
+                        0
+                    )  # placeholder; the values are read when transformers loads this key
             self.quantizing.shape(self.converted)
         for pieces in parts.values():
             shown.update(pieces)
@@ -130,7 +132,7 @@ class _Loader:
         return {**shown, **self._shown_one_by_one(remaining, targets)}
 
     def _opened(self, files: list[str], model: Any) -> dict[str, TensorOnDisk]:
-        """Open the files that transformers found, or else another trainer's."""
+        """Open the files that transformers found, or otherwise another library's files."""
         if self.source is not None:
             return self.source.open(model)
         self.directory = Path(files[0]).parent  # in the Hub's cache
@@ -139,7 +141,9 @@ class _Loader:
     def _with_added_layers(
         self, model: Any, stored: dict[str, TensorOnDisk]
     ) -> dict[str, TensorOnDisk]:
-        """Add what the planned model has besides to the model; return the tensors by their names there."""
+        """Add the layers to the model that only the planned model has; return the tensors by their names in these
+        layers.
+        """
         added = added_layers(self.like)
         if added is None:
             return stored
@@ -148,7 +152,8 @@ class _Loader:
         self.renamed = {name: key for key, name in names.items() if name is not None}
         if not self.renamed:
             _log.warning(
-                "the checkpoint has no %s, so these begin with random weights", added.words
+                "the checkpoint has no %s, so the model begins with random weights for them",
+                added.words,
             )
         return {
             name: tensor
@@ -157,7 +162,7 @@ class _Loader:
         }
 
     def _note_others(self, model: Any, targets: dict[str, Destination]) -> None:
-        """Record on a full model which stored keys are no parameter or buffer of it."""
+        """Record on a full model the stored keys that match none of its parameters or buffers."""
         named = {
             name
             for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
@@ -172,7 +177,9 @@ class _Loader:
     def _keep_stored(
         self, model: Any, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]
     ) -> None:
-        """Keep weights of the full ``model`` as they are stored, if the plan says so, and let it name just these."""
+        """Keep weights of the full ``model`` in their stored form, if the plan requests it, and restrict the plan's
+        list of quantized weights to them.
+        """
         quantized = self.plan.quantized
         if quantized is None or not quantized.as_stored:
             return
@@ -199,8 +206,8 @@ class _Loader:
             if planned.name not in self.meta:
                 continue
             parameter = self.meta[planned.name]
-            # transformers ties only at the very end, and not to another stage's parameter: a decoder's embedding and
-            # its head to the encoder's embedding.
+            # transformers ties only after loading, and cannot tie to a parameter of another stage (a decoder's
+            # embedding and head are tied to the encoder's embedding).
             self.meta[planned.name] = self.meta[self.held[planned.tied_to or planned.name]]
             shape = planned.local_shape(self.mesh.ranks)
             if planned.name in self.converted:
@@ -217,9 +224,9 @@ class _Loader:
     def _shown_one_by_one(
         self, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]
     ) -> dict[str, Any]:
-        """Return this rank's shard of each stored tensor that becomes a parameter by itself; others unchanged."""
+        """Return this rank's shard of each stored tensor that becomes one parameter; return other tensors unchanged."""
         shown: dict[str, Any] = {}
-        read_from: dict[str, str] = {}  # owned parameter -> the key it is read from
+        read_from: dict[str, str] = {}  # owned parameter -> the stored key from which it is read
         for key, tensor in stored.items():
             target = targets[key].name
             planned_target = self.plan.by_name.get(target)
@@ -236,12 +243,12 @@ class _Loader:
                 continue
             if tensor.shape != planned_target.shape:
                 raise CheckpointError(
-                    f"the checkpoint's {key} has the shape {tensor.shape} and the model's {planned_target.name} "
-                    f"{planned_target.shape}: load it with the config it was saved with"
+                    f"the checkpoint's {key} has the shape {tensor.shape}, but the model's {planned_target.name} has "
+                    f"the shape {planned_target.shape}: load the checkpoint with the config it was saved with"
                 )
             share = ShareOnDisk(tensor, planned_target.cuts, self.mesh.ranks)
             first = read_from.setdefault(planned_target.tied_to or target, key)
-            # A tied tensor, stored under several names: transformers would untie different ones.
+            # A tied tensor is stored under several names; if the stored values differed, transformers would untie them.
             if first != key:
                 if not torch.equal(
                     share[...],
@@ -249,17 +256,20 @@ class _Loader:
                 ):
                     raise CheckpointError(
                         f"{first} and {key} are tied by the config, but differ in the checkpoint: set "
-                        "tie_word_embeddings=false in its config.json, or save it again with one of them"
+                        "tie_word_embeddings=false in its config.json, or save the checkpoint again with only one of "
+                        "the two"
                     )
                 continue
-            # A stage may know a tied tensor by another name than the checkpoint.
+            # A tied tensor may have another name on this stage than in the checkpoint.
             shown[key if here == target else here] = share
         return shown
 
     def _merged(
         self, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]
     ) -> dict[str, dict[str, Any]]:
-        """Map this rank's parameters that transformers merges from stored tensors to the slices it is given."""
+        """Map this rank's parameters that transformers merges from stored tensors to the slices that it has to
+        merge.
+        """
         return {
             name: {name: self.rows[name]}
             if name in self.rows
@@ -269,19 +279,24 @@ class _Loader:
         }
 
     def name_here(self, name: str) -> str | None:
-        """Return a parameter's name on this rank, ``None`` if it is on another stage; unplanned names as they are."""
+        """Return a parameter's name on this rank, ``None`` if it is on another stage; return unplanned names
+        unchanged.
+        """
         if name in self.meta or name not in self.plan.by_name:
             return name
         return self.held.get(self.plan.by_name[name].tied_to or name)
 
     def initialize(self, model: Any) -> None:
-        """Run transformers' initialization for buffers only; missing parameters are initialized later, by own seeds."""
+        """Run transformers' initialization for buffers only; missing parameters are later initialized with hfscale's
+        seeds.
+        """
         shapes = {planned.name: planned.shape for planned in self.plan.parameters}
         self.overwritten = initialize_around(model, shapes)
 
     def overwrite(self, model: Any, shares: LocalWeights) -> None:
         """Write into the shards the entries that transformers' initialization would overwrite in full parameters."""
-        # Overwrites of a parameter tied to another stage's are only seen there, so stages always check.
+        # If a parameter is tied to another stage's parameter, only that stage detects overwrites, so stages always
+        # check.
         if not self.overwritten and self.plan.stages is None:
             return
         for name, overwrite in find_overwrites(empty_copy(model), self.stored).items():
@@ -291,7 +306,7 @@ class _Loader:
                 overwrite.apply(shares.tensors[planned.name], planned, self.mesh.ranks)
 
     def shares(self, model: Any) -> LocalWeights:
-        """Return the loaded weights as this rank's final shards, and put the meta parameters back into the model."""
+        """Return the loaded weights as this rank's final shards, and restore the meta parameters in the model."""
         loaded = dict(model.named_parameters(remove_duplicate=False))
         shares = LocalWeights(plan=self.plan)
         if self.quantizing is not None:
@@ -334,7 +349,7 @@ def load_pretrained(
     Args:
         like: a model of the same class and config, in any layout.
         resized: parameters that may have another number of rows in the checkpoint.
-        form: how weights are quantized there that are loaded as plain values.
+        form: the form of quantized weights in the checkpoint that are dequantized when they are loaded.
     """
     directory = Path(path, kwargs.get("subfolder") or "")
     for index in (*directory.glob("*.safetensors.index*.json"), directory / TORCH_INDEX):
@@ -358,7 +373,7 @@ def load_pretrained(
         else:
             kwargs["config"] = like.config
             model = from_no_path(stock_class(like), directory, kwargs)
-    # Nothing is dispatched, and Accelerate would treat the model as dispatched.
+    # Remove Accelerate's device map: nothing is dispatched, but Accelerate would treat the model as dispatched.
     if loader.quantizing is None:
         vars(model).pop("hf_device_map", None)
     if report["mismatched"]:
@@ -374,7 +389,9 @@ def load_pretrained(
 
 
 def _placed(plan: Plan, mesh: Mesh) -> dict[str, Any]:
-    """Return the ``device_map`` of this rank's device, where transformers otherwise stages, or quantizes, elsewhere."""
+    """Return a ``device_map`` with this rank's device if transformers would otherwise load or quantize on another
+    device.
+    """
     return (
         {"device_map": {"": mesh.device}}
         if plan.quantized is not None or mesh.device.type != "cpu"
@@ -387,7 +404,7 @@ def materialize_buffers(
     buffers: dict[str, Tensor],
     device: torch.device,
 ) -> None:
-    """Put real buffers into a model, and move existing ones to ``device``."""
+    """Replace a model's meta buffers by real ``buffers``, and move existing buffers to ``device``."""
     for name, buffer in list(model.named_buffers()):
         put_buffer(model, name, buffers.get(name, buffer).to(device))
 
@@ -424,8 +441,8 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
             )
             if missing:
                 raise CheckpointError(
-                    f"{directory} lacks {len(missing)} of the model's weights, {sorted(missing)[0]} for one: it is of "
-                    "another model, give the checkpoint that belongs to this config"
+                    f"{directory} lacks {len(missing)} of the model's weights, for example {sorted(missing)[0]}, "
+                    "because it is of another model: give the checkpoint that belongs to this config"
                 )
             shares = weights.tensors
     for planned, parameter in runtime.parameters():

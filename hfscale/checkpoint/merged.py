@@ -1,13 +1,13 @@
 """Read this rank's shard of a parameter that transformers merges from many stored tensors.
 
 Most checkpoints of mixtures of experts store each expert's projections separately, and transformers stacks and
-concatenates them into one 3-D parameter. Such a merge moves values and changes none, so the parameter's cuts tell which
-slice of each *stored* tensor is this rank's::
+concatenates them into one 3-D parameter. Such a merge moves values without changing them, so the parameter's cuts
+determine which slice of each *stored* tensor belongs to this rank::
 
     experts.4.gate_proj [2, 3]  ->  gate_up_proj[4, 0:2]      experts.4.up_proj [2, 3]  ->  gate_up_proj[4, 2:4]
 
-transformers is given these slices only, and merges them to the shard: it never reads another rank's experts.
-What is merged from weights that are stored quantized may, under adapters, stay in their bytes.
+transformers gets only these slices and merges them into the shard, so no rank reads another rank's experts. If the
+stored weights are quantized and only adapters train, the merged parameter may stay in the stored bytes.
 """
 
 import logging
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def merged_parameters(found: Mapping[str, Destination]) -> dict[str, list[tuple[str, Merge]]]:
-    """Map parameters that are merged from stored tensors to the keys of these, in the order of the merge."""
+    """Map each parameter that is merged from stored tensors to their keys, in the order of the merge."""
     keys: dict[str, list[tuple[str, Destination]]] = {}
     for key, destination in found.items():
         keys.setdefault(destination.name, []).append((key, destination))
@@ -83,7 +83,7 @@ def parts_of_share(
 def boxes_of_sources(
     planned: ParameterPlan, sources: Sequence[tuple[str, Merge]], stored: Mapping[str, TensorOnDisk]
 ) -> dict[str, Spans]:
-    """Return the box of each stored tensor in the merged one: ``(start, stop)`` per dim."""
+    """Return the box of each stored tensor in the merged tensor: ``(start, stop)`` per dim."""
     stack = sources[0][1].stack
     join = sources[0][1].join
     boxes: dict[str, Spans] = {}
@@ -98,14 +98,14 @@ def boxes_of_sources(
                 alike = alike and stored[key].shape == stored[keys[0]].shape
             if join is not None:
                 box[join] = (offset, offset + box[join][1])
-                # Stacked tensors have the same span of the joined dim.
+                # Tensors that are stacked have the same span along the concatenated dim.
                 if stack is None or key == keys[-1]:
                     offset = box[join][1]
             boxes[key] = box
     if not alike or not _cover_all(boxes.values(), planned.shape):
         raise CheckpointError(
-            f"{len(boxes)} tensors of the checkpoint, {sources[0][0]} to {sources[-1][0]}, must add up to the model's "
-            f"{planned.name} of shape {planned.shape}, and do not: the checkpoint is incomplete, or was saved "
+            f"{len(boxes)} tensors of the checkpoint, {sources[0][0]} to {sources[-1][0]}, must together fill the "
+            f"model's {planned.name} of shape {planned.shape}, but do not: the checkpoint is incomplete, or was saved "
             "with another config"
         )
     return boxes
@@ -131,7 +131,9 @@ def _intersection(spans: Spans, low: int, high: int) -> Spans:
 
 
 def plan_as_stored(planned: Plan, model: nn.Module, form: StoredForm) -> Plan:
-    """Return the plan with the weights that ``model``'s config says are stored quantized; loading makes them exact."""
+    """Add the weights that are stored quantized according to ``model``'s config to the plan; loading corrects the
+    list.
+    """
     sizes = {
         name: form.bytes_per_value(name, planned.by_name[name].shape)
         for name in packable(planned, model)
@@ -139,8 +141,8 @@ def plan_as_stored(planned: Plan, model: nn.Module, form: StoredForm) -> Plan:
     entries = {name: prod(planned.by_name[name].shape) for name, size in sizes.items() if size}
     if not entries:
         raise ConfigError(
-            f"quantization_config='as_stored' keeps projections and experts that are stored in {form.method}, and by "
-            "its config this model has none: leave it out"
+            f"quantization_config='as_stored' keeps projections and experts that are stored in {form.method}, but "
+            "according to its config this checkpoint has none: leave it out"
         )
     size = sum(sizes[name] * count for name, count in entries.items()) / sum(entries.values())
     quantized = QuantizedPlan(
@@ -156,7 +158,9 @@ def stored_sources(
     targets: Mapping[str, Destination],
     tells: bool,
 ) -> dict[str, list[Source]]:
-    """Return the stored weights of each weight that can stay as it is stored; one rank ``tells`` of the others."""
+    """Return the stored tensors of each weight that can stay quantized; with ``tells``, warn about other stored
+    quantized weights.
+    """
     merged = merged_parameters(targets)
     keys = {target.name: key for key, target in targets.items() if target.converter is None}
     by_name: dict[str, list[Source]] = {}
@@ -180,13 +184,13 @@ def stored_sources(
     } - by_name.keys()
     if not by_name:
         raise CheckpointError(
-            f"quantization_config='as_stored': none of the {len(rest)} weights that are stored quantized can stay so: "
-            "leave it out"
+            f"quantization_config='as_stored': none of the {len(rest)} weights that are stored quantized can stay "
+            "quantized: leave it out"
         )
     if rest and tells:
         _log.warning(
-            "%d weights that are stored quantized cannot stay so and are read as plain values (%s, for one): only "
-            "untied projections can, and experts that the host stacks, concatenates or transposes",
+            "%d weights that are stored quantized cannot stay quantized and are dequantized (%s, for example): only "
+            "untied projections can stay quantized, and experts that transformers stacks, concatenates or transposes",
             len(rest),
             min(rest),
         )

@@ -1,12 +1,13 @@
 """Apply the writes of transformers' initialization to parameters that were already loaded.
 
-After loading, transformers initializes every module. Loaded parameters are marked, and its own functions skip them; but
-model code that writes through ``.data`` or a slice ignores the mark, and zeroes a row of a loaded embedding, say
-(youtu, funnel). Stock models contain the result; over a shard, the same code would hit other entries.
+After loading, transformers initializes every module. Loaded parameters are marked, and transformers' own functions skip
+them. But model code that writes through ``.data`` or a slice ignores the mark and, for example, zeroes a row of a
+loaded embedding (youtu, funnel). Stock models contain the result; on a shard, the same code would overwrite other
+entries.
 
-So initialization runs over placeholders of the full shapes, without memory, whose writes are dropped; buffers are real,
-and become what they are in stock models. If it tries to write into a loaded parameter, a full model is initialized
-twice more, with that parameter in real memory, and the written entries are copied to the shards.
+So initialization runs over placeholders that have the full shapes and no memory, and writes to them are dropped.
+Buffers are real and get the values of stock models. If initialization tries to write into a loaded parameter, a full
+model is initialized twice more with that parameter in real memory, and the written entries are copied to the shards.
 """
 
 import copy
@@ -23,14 +24,14 @@ from ..errors import CheckpointError
 from ..plan import ParameterPlan
 from ..train.runtime.parameter_names import put_buffer, put_parameter
 
-# A parameter is filled with each of these in turn: entries that are equal afterwards were written.
+# A parameter is filled with each of these values in turn; entries that are equal after both runs were overwritten.
 _FILLS = (0.5, -3.25)
-_SEED = 0  # of random values that are written into loaded parameters
+_SEED = 0  # seed of random values that initialization writes into loaded parameters
 
 
 @dataclass(frozen=True)
 class Overwrite:
-    """Hold the entries of a full parameter that initialization overwrites, and the new values, in its shape."""
+    """Hold a mask of the entries that initialization overwrites, and the new values, in the full parameter's shape."""
 
     where: Tensor
     values: Tensor
@@ -42,7 +43,7 @@ class Overwrite:
 
 
 class _StandIns(TorchDispatchMode):
-    """Put placeholders of full ``shapes`` in place of parameters, which no write reaches; ``real`` ones have memory."""
+    """Replace parameters by placeholders of full ``shapes`` that drop all writes; ``real`` placeholders have memory."""
 
     def __init__(
         self,
@@ -56,7 +57,9 @@ class _StandIns(TorchDispatchMode):
         self.own = dict(model.named_parameters(remove_duplicate=False))
         self.tensors: dict[str, nn.Parameter] = {}  # the placeholder of each parameter, by name
         self._names: dict[int, str] = {}
-        self._kept: list[Tensor] = []  # keeps storages alive, since _names goes by their address
+        self._kept: list[
+            Tensor
+        ] = []  # keeps storages alive, because _names uses their addresses as keys
         self._written: set[str] = set()
         for name, parameter in self.own.items():
             if name in real:
@@ -70,7 +73,9 @@ class _StandIns(TorchDispatchMode):
                 self._stand_in(name, parameter, shapes.get(name, tuple(parameter.shape)))
 
     def initialize(self) -> set[str]:
-        """Initialize all modules; return the names of loaded parameters that would have been written, or replaced."""
+        """Initialize all modules; return the names of loaded parameters that would have been overwritten or
+        replaced.
+        """
         self._written = set()
         for name, module, initialize in initializations(self.model):
             with self:
@@ -86,7 +91,7 @@ class _StandIns(TorchDispatchMode):
 
     def put_back(self) -> None:
         for name, parameter in self.own.items():
-            # Initialization may freeze some.
+            # Initialization may freeze some parameters.
             parameter.requires_grad_(self.model.get_parameter(name).requires_grad)
             put_parameter(self.model, name, parameter)
 
@@ -136,7 +141,7 @@ class _StandIns(TorchDispatchMode):
 
 
 def initialize_around(model: Any, shapes: dict[str, tuple[int, ...]]) -> set[str]:
-    """Run transformers' initialization without touching parameters; return the loaded ones that it would write."""
+    """Run transformers' initialization without changing parameters; return the loaded ones that it would overwrite."""
     stand_ins = _StandIns(model, shapes)
     try:
         return stand_ins.initialize()
@@ -146,7 +151,7 @@ def initialize_around(model: Any, shapes: dict[str, tuple[int, ...]]) -> set[str
 
 def find_overwrites(model: Any, loaded: Collection[str]) -> dict[str, Overwrite]:
     """Return the entries that transformers' initialization overwrites in ``loaded`` parameters of a full meta model."""
-    # Tied parameters get their owner's values in the end.
+    # Tied parameters get their owner's values at the end.
     written = _initialized(model, loaded, lambda stand_ins: stand_ins.initialize())
     names = sorted(name for name in written if model.all_tied_weights_keys.get(name) not in loaded)
     if not names:
@@ -164,8 +169,8 @@ def find_overwrites(model: Any, loaded: Collection[str]) -> dict[str, Overwrite]
         equal = first == second
         if not bool((equal | (first == _FILLS[0]) & (second == _FILLS[1])).all()):
             raise CheckpointError(
-                f"{type(model).__name__}._init_weights computes new values of {name} from the loaded ones, of which a "
-                "rank has only a shard: make it skip loaded parameters (marked _is_hf_initialized)"
+                f"{type(model).__name__}._init_weights computes new values of {name} from the loaded ones, but each "
+                "rank has only a shard of them: make _init_weights skip loaded parameters (marked _is_hf_initialized)"
             )
         result[name] = Overwrite(equal, first)
     return result

@@ -1,7 +1,8 @@
 """Save and restore a rank's RNG states.
 
-In another layout a rank takes over the RNG state of a rank that had the same data rank, or, if there was none, one
-derived from the first rank's: dropout masks differ from those of the uninterrupted run, and no two ranks draw the same.
+In another layout, a rank continues the RNG state of a saved rank with the same data rank, or, if none exists, a state
+that is derived from the first rank's state. Dropout masks then differ from the uninterrupted run, and no two ranks draw
+the same numbers.
 """
 
 import random
@@ -34,7 +35,9 @@ def random_states(mesh: Mesh) -> dict[str, Any]:
 
 
 def restore_random_states(mesh: Mesh, states: dict[str, Any], place: str = "") -> None:
-    """Restore RNG states; ``place``, if given, seeds new ones, since another rank has taken over these."""
+    """Restore RNG states; if ``place`` is given, seed new states with it, because another rank continues these
+    states.
+    """
     torch.random.set_rng_state(states["torch"])
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))

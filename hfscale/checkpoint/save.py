@@ -1,9 +1,9 @@
 """Write a plain Hugging Face checkpoint, tensor by tensor.
 
 Data flow: shapes and dtypes of all tensors are known from the plan, so rank 0 writes each file's header first and then
-streams. For one parameter after the other, one replica of every shard is sent to rank 0, which assembles the full
-tensor and writes it to its file. No rank ever holds more than one full tensor. Files are written to a temporary
-directory and moved into place all at once (:mod:`hfscale.distributed.files.replace`).
+streams. For one parameter after another, one replica of every shard is sent to rank 0, which assembles the full tensor
+and writes it to a file. No rank ever holds more than one full tensor. Files are written to a temporary directory and
+moved into place all at once (:mod:`hfscale.distributed.files.replace`).
 """
 
 from collections.abc import Iterator
@@ -44,22 +44,24 @@ def save_pretrained(
 ) -> None:
     """Write ``model`` as an ordinary Hugging Face directory that loads with hfscale uninstalled.
 
-    Call it on every rank. Earlier weights in ``directory`` are replaced at the very end, all at once; other files in it
-    stay. What the model was loaded with and does not train is copied: tensors that its class ignores, files
-    of a tokenizer or processor. For a model with adapters, only the adapter is written, in PEFT's format; of several,
-    all but the one called "default" go into a directory of their name, as PEFT writes them.
+    Call it on every rank. Earlier weights in ``directory`` are replaced at the very end, all at once; other files in
+    the directory stay. Tensors that the model's class does not load, and the files of a tokenizer or processor, are
+    copied from the checkpoint that the model was loaded from. For a model with adapters, only the adapters are written,
+    in PEFT's format: the adapter "default" into ``directory``, and each further adapter into a subdirectory of its
+    name, like PEFT.
 
     Args:
         max_shard_size: the maximum size of one file, as for transformers' ``save_pretrained``.
-        timeout: how long to wait for ranks that have not called it.
+        timeout: how long to wait for ranks that have not made the call yet.
         check_replicas: compare replicas of parameters bit by bit first.
-        quantization: ``"as_stored"`` quantizes the weights again that the checkpoint the model was loaded from stores
-            quantized, in its form. That checkpoint is read again: blocks that have not changed are written as they are.
+        quantization: with ``"as_stored"``, weights that are quantized in the model's source checkpoint are quantized
+            again in the same form. The source checkpoint is read again, and blocks that have not changed keep their
+            bytes.
 
     Raises:
-        ConfigError: ``directory`` is empty, the root of the file system, or not a path; or ``quantization`` is
-            something else, or the model was not loaded from a quantized checkpoint.
-        CheckpointError: a rank did not call it, replicas have drifted apart, or writing failed; ``directory`` is then
+        ConfigError: ``directory`` is empty, the root of the file system, or not a path; or ``quantization`` has another
+            value, or the model was not loaded from a quantized checkpoint.
+        CheckpointError: a rank did not make the call, replicas differ, or writing failed; ``directory`` is then
             unchanged.
     """
     runtime = runtime_of(model)
@@ -90,15 +92,14 @@ def save_adapter_files(
     call: str,
     timeout: timedelta = timedelta(minutes=2),
 ) -> None:
-    """Write the adapter ``name`` alone, as PEFT's own ``save_pretrained`` is asked to, of which ``call`` are the words;
-    on every rank. Raise :class:`CheckpointError`, with ``directory`` unchanged, if a rank did not call it or writing
-    failed.
+    """Write only the adapter ``name``, for PEFT's own ``save_pretrained``; every rank must call it. ``call`` is the
+    name of the call for errors. Raise :class:`CheckpointError`, with ``directory`` unchanged, if a rank did not make
+    the call or writing failed.
     """
     adapters = runtime.adapters
     if adapters is None:
         raise ConfigError(
-            f"{call} writes an adapter, and the model has none: it was merged or unloaded, so "
-            "use hfscale.save_pretrained"
+            f"{call} writes an adapter, but the model's adapter was merged or unloaded: use hfscale.save_pretrained"
         )
     target = target_of(directory)
     with _together(runtime, target, call, timeout, check_replicas=True):
@@ -109,7 +110,7 @@ def save_adapter_files(
 def _together(
     runtime: Runtime, target: Path, call: str, timeout: timedelta, check_replicas: bool
 ) -> Iterator[None]:
-    """Wait for every rank to make the ``call``, and let all of them fail, inside the ``with`` block, with one."""
+    """Wait for every rank to make the ``call``; if one rank fails inside the ``with`` block, let all ranks fail."""
     writing.everyone_arrives(runtime.mesh, timeout, call)
     failing = writing.all_or_none(runtime.mesh, f"{target} could not be written")
     with failing, guards.as_built(runtime):
@@ -125,8 +126,8 @@ def _again(runtime: Runtime, quantization: str) -> QuantizedAgain:
         )
     if runtime.adapters is not None:
         raise ConfigError(
-            "quantization='as_stored' is of whole weights, and the model has adapters: merge them first "
-            "(hfscale.merge_and_unload), or leave it out"
+            "quantization='as_stored' writes full weights, but the model has adapters, which are saved alone: merge "
+            "them first (hfscale.merge_and_unload), or leave it out"
         )
     return quantized_again(runtime.model)
 
@@ -176,7 +177,9 @@ def _write(
 def write_parameter(
     writer: CheckpointWriter, stored: AsStored, again: QuantizedAgain, name: str, tensor: Tensor
 ) -> None:
-    """Write what is stored of one parameter, quantized again if the checkpoint was; nothing if more belongs to it."""
+    """Write the stored tensors of one parameter, quantized again if its checkpoint was quantized. Write nothing while
+    further parameters of the same stored tensors are missing.
+    """
     for key, plain in stored.made_of(name, tensor).items():
         for stored_name, part in again.made_of(key, plain).items():
             writer.add(stored_name, part)

@@ -1,8 +1,8 @@
 """Save a run's state and resume from it: in the same layout bit by bit, in another one up to rounding.
 
-Every rank writes its shards of weights, buffers and optimizer state, one replica of each, and its RNG states; nothing
-is gathered. The position of each shard in the full tensor is written too, so that any other layout can read its own
-shards from them::
+Every rank writes its shards of weights, buffers and optimizer state, and its RNG states; of each shard, one replica is
+written, and nothing is gathered. The position of each shard in the full tensor is written, too, so that any other
+layout can read its own shards from the written shards::
 
     DIRECTORY/state.json                every tensor: its shape and cuts; layout, step (:mod:`.state_format`)
     DIRECTORY/rank-00000.safetensors    the shards that a rank wrote
@@ -44,11 +44,11 @@ from .state_load import Resumed, load_from
 from .state_save import TakenState, contents_of, take_state, write_state
 
 _log = logging.getLogger(__name__)
-_ROOM = 1.1  # factor on the bytes needed: configs, headers, and others' files
+_ROOM = 1.1  # factor on the needed bytes, for configs, headers, and files of other programs
 
 
 class _Save(threading.Thread):
-    """A thread that saves; not a daemon, so the process does not end before it."""
+    """Save in a thread, which is no daemon, so that the process does not end before the save."""
 
     def __init__(self, name: str, work: Callable[[], None]) -> None:
         super().__init__(name=f"hfscale-save {name}", daemon=False)
@@ -58,10 +58,12 @@ class _Save(threading.Thread):
 
     @saving()
     def run(self) -> None:
-        """Save; keep an error for :func:`wait_for_saves`, and print it in case nobody waits."""
+        """Save; keep an error for :func:`wait_for_saves`, and print it in case that function is never called."""
         try:
             self.work()
-        except BaseException as error:  # kept, or wait_for_saves would take the save for done
+        except (
+            BaseException
+        ) as error:  # keep the error, or wait_for_saves would treat the save as complete
             self.error = error
             told = in_words(error)
             print(
@@ -72,15 +74,16 @@ class _Save(threading.Thread):
 
 
 _running: list[_Save] = []
-"""The asynchronous save, one at a time, in a thread with its own process group. Steps wait only for the copy to CPU
-memory; the next save, and the end of the process, wait for it and raise its error on every rank."""
+"""Hold the running asynchronous save, at most one, in a thread with its own process group. Training steps wait only for
+the copy to CPU memory. The next save and the end of the process wait for the save, and raise its error on every rank.
+"""
 
 
 def wait_for_saves() -> None:
     """Wait until the last ``hfscale.save_state(..., asynchronous=True)`` is on disk; call it on every rank.
 
     Raises:
-        CheckpointError: it failed; the previous content of its directory is still there.
+        CheckpointError: the save failed; its directory still has the previous content.
     """
     while _running:
         save = _running.pop()
@@ -98,7 +101,7 @@ def save_runs() -> bool:
     return any(save.is_alive() for save in _running)
 
 
-@functools.lru_cache(maxsize=1)  # the latest process group's
+@functools.lru_cache(maxsize=1)  # cached for the latest process group
 def _group(world: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return host_group([range(dist.get_world_size())])
 
@@ -127,27 +130,30 @@ def save_state(
     asynchronous: bool = False,
     **others: Any,
 ) -> None:
-    """Write the state a run needs to continue, in this or any other layout; call it on every rank, between two steps.
+    """Write the state that a run needs to continue, in this or any other layout; call it on every rank, between steps.
 
-    Whenever the process or the machine stops, a directory is a complete state or recognizably incomplete.
+    If the process or the machine stops at any moment, a directory is either a complete state or recognizably
+    incomplete.
 
     Args:
-        directory: of this state. A state in it is replaced once the new one is complete.
-        optimizer: over parameters of ``model``.
-        step: number of steps done, which :func:`load_state` returns.
-        keep_last: remove other states of this run beside this one, except this many of the highest steps.
-        keep_every: also keep states whose step this number divides.
+        directory: the directory of this state. An earlier state in the same directory is replaced when the new one is
+            complete.
+        optimizer: an optimizer of parameters of ``model``.
+        step: number of completed steps, which :func:`load_state` returns.
+        keep_last: in the parent directory, keep only this many states of this run, those of the highest steps, and
+            remove its older states.
+        keep_every: keep, in addition, states whose step is a multiple of this number.
         check_replicas: compare replicas of parameters bit by bit first.
-        asynchronous: return once everything is copied to CPU memory, and write it during the steps that follow. The
-            next save, :func:`load_state` and the end of the process wait for it, and raise if it failed; so does
-            :func:`hfscale.wait_for_saves`.
-        others: anything with ``state_dict`` and ``load_state_dict`` (``scheduler=...``, ``dataloader=...``), whose
+        asynchronous: return when everything is copied to CPU memory, and write the files during the following steps.
+            The next save, :func:`load_state`, :func:`hfscale.wait_for_saves` and the end of the process wait for the
+            write, and raise if it failed.
+        others: objects with ``state_dict`` and ``load_state_dict`` (``scheduler=...``, ``dataloader=...``), whose
             states are plain data. ``None`` is ignored.
 
     Raises:
-        ConfigError: ``directory``, ``step``, ``keep_last`` or ``keep_every`` is impossible; nothing was written.
-        CheckpointError: a rank did not call it, or could not write, replicas have drifted apart, or a schedule without
-            a flush has microbatches in flight; ``directory`` is then unchanged.
+        ConfigError: ``directory``, ``step``, ``keep_last`` or ``keep_every`` is invalid; nothing was written.
+        CheckpointError: a rank did not make the call or could not write, replicas differ, or a pipeline schedule
+            without a flush has microbatches in flight; ``directory`` is then unchanged.
     """
     runtime, target, call = (
         runtime_of(model),
@@ -175,12 +181,12 @@ def taken_now(
     step: int | None,
     others: dict[str, Any],
 ) -> TakenState:
-    """Return this rank's state of a run, to be written to ``target``, once the previous save is done; collective."""
+    """Wait for the previous save, and return this rank's state of a run, to be written to ``target``; collective."""
     if (streams := runtime.streams) is not None:
         streams.synchronize(runtime)
     with all_or_none(runtime.mesh, f"{target} could not be written"):
         wait_for_saves()
-        runtime.data.release()  # or weights that FSDP2 has gathered would be saved as shards
+        runtime.data.release()  # otherwise, weights that FSDP2 has gathered would be saved as shards
         taken = take_state(runtime, stock_optimizer(optimizer), step, _stateful_objects(others))
         runtime.run = runtime.run or uuid.uuid4().hex
     return taken
@@ -195,7 +201,10 @@ def write_behind(taken: TakenState, target: Path, write: Callable[[], None]) -> 
     save = _Save(str(target), write)
     try:
         save.start()
-    except (RuntimeError, MemoryError):  # no thread could be started, but the other ranks save
+    except (
+        RuntimeError,
+        MemoryError,
+    ):  # this rank could not start a thread, but the other ranks save
         save.run()
     _running.append(save)
 
@@ -209,22 +218,22 @@ def load_state(
     missing_ok: bool = False,
     **others: Any,
 ) -> Resumed:
-    """Restore a run from a state of :func:`save_state`: weights, buffers, optimizer, RNG states, ``others``.
+    """Restore weights, buffers, optimizer, RNG states and ``others`` from a state of :func:`save_state`.
 
-    Call it on every rank, with a model built as it was then, in any layout. In the same layout the run continues bit by
-    bit; in another one up to rounding, and with other dropout masks.
+    Call it on every rank, with a model that is built like the saved one, in any layout. In the same layout, the run
+    continues bit by bit; in another layout, it continues up to rounding, with other dropout masks.
 
     Args:
-        directory: of a state; or of several states, of which the newest complete one is loaded.
+        directory: the directory of a state, or a directory of several states, whose newest complete state is loaded.
         verify: compare every file's checksum first; all ranks together read each file once more.
-        missing_ok: return step 0 if there is no state and nothing else, for the first start of a job that restarts
-            itself: raise where there are weights of another kind.
+        missing_ok: return step 0 if the directory is missing or empty, for the first start of a job that restarts
+            itself. Still raise if the directory contains other weights.
 
     Returns:
-        the loaded state's directory and ``step``; step 0 if there is none.
+        the loaded state's directory and ``step``; step 0 if no state was loaded.
 
     Raises:
-        CheckpointError: there is no complete state, or it is of another model or optimizer; nothing was changed then.
+        CheckpointError: there is no complete state, or it belongs to another model or optimizer; nothing was changed.
     """
     runtime = runtime_of(model)
     refuse_under_way(runtime, "load_state")
@@ -254,7 +263,7 @@ def _check_numbers(step: Any, keep_last: object, keep_every: object) -> int | No
     """Check the numbers and return the step as an int."""
     if hasattr(step, "__index__") and not isinstance(step, bool):
         with suppress(TypeError):
-            step = operator.index(step)  # of a tensor, say
+            step = operator.index(step)  # accepts a tensor, for example
     for name, count, least in (
         ("step", step, 0),
         ("keep_last", keep_last, 1),
@@ -270,13 +279,14 @@ def _stateful_objects(others: dict[str, Any]) -> dict[str, Any]:
     by_name = {}
     for name, other in others.items():
         has_state = hasattr(other, "state_dict") and hasattr(other, "load_state_dict")
-        # Accelerate's loaders always have the methods; this attribute tells whether they work.
+        # Accelerate's loaders always have these methods, but the methods work only with this attribute.
         if has_state and getattr(other, "use_stateful_dataloader", True):
             by_name[name] = other
         elif isinstance(other, DataLoader):
             _log.warning(
-                "%s, a torch.utils.data.DataLoader, has no state_dict, so its position is not saved: skip the "
-                "batches of the steps done (accelerate.skip_first_batches), or use torchdata's StatefulDataLoader",
+                "%s, a torch.utils.data.DataLoader, has no state_dict, so its position is not saved: after a resume, "
+                "skip the batches of the completed steps (accelerate.skip_first_batches), or use torchdata's "
+                "StatefulDataLoader",
                 name,
             )
         elif other is not None:
@@ -288,13 +298,13 @@ def _stateful_objects(others: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SaveCheck:
-    """Size and duration of a saved state of a run.
+    """Hold the size of a saved state, and the times of saving and loading it.
 
     Attributes:
-        bytes: of all ranks' files.
-        free: bytes on the disk.
-        save_seconds: for saving it.
-        load_seconds: for checking and loading it.
+        bytes: size of all ranks' files together.
+        free: free bytes on the disk.
+        save_seconds: time to save the state.
+        load_seconds: time to check and load the state.
     """
 
     bytes: int
@@ -308,15 +318,15 @@ def check_save(
 ) -> SaveCheck:
     """Save a state of the run into ``directory``, load it, and remove it; call it on every rank.
 
-    Call it after the first step, when the optimizer has its state, so that a run that cannot be saved ends then and
-    not at its first save. The run continues unchanged.
+    Call it after the first step, when the optimizer has its state: a run that cannot be saved then fails early, not at
+    its first save. The run itself continues unchanged.
 
     Args:
         directory: where the run's states will be saved.
 
     Raises:
-        CheckpointError: there is no room for two states (the next one is written beside the last), or an error of
-            :func:`hfscale.save_state` or :func:`hfscale.load_state`.
+        CheckpointError: the disk has no room for two states (a new state is complete before the old one is removed), or
+            :func:`hfscale.save_state` or :func:`hfscale.load_state` failed.
     """
     runtime = runtime_of(model)
     root = Path(directory)
@@ -346,7 +356,7 @@ def _room(root: Path, needed: int) -> int:
     free = shutil.disk_usage(root).free
     if free < 2 * _ROOM * needed:
         raise CheckpointError(
-            f"two states of {needed:,} bytes must fit on the disk while one replaces the other, and {root} has "
-            f"{free:,} bytes free: choose another disk, or make room"
+            f"two states of {needed:,} bytes must fit on the disk, because an old state is deleted only after the new "
+            f"one is complete, but {root} has {free:,} bytes free: choose another disk, or free some space"
         )
     return free

@@ -1,4 +1,4 @@
-"""Directories of saved states: written in a staging directory, marked complete, moved into place, and found again.
+"""Write states to a staging directory, mark them complete, move them into place, and find them for a resume.
 
 ::
 
@@ -6,10 +6,11 @@
     NAME                its final name
     .NAME.old           the previous NAME, until the new one is in its place
 
-Killed at any moment, a save leaves a complete state: under NAME, or, between the two renames, under .NAME.old.
+If a save is killed at any moment, a complete state remains: NAME, or, between the two renames, .NAME.old.
 
-Every state has the id of the run that wrote it, which a run that resumes from it takes over. So states of several runs
-may be in one directory: the newest is the one of the highest step of the run that wrote last; a run removes its own.
+Every state has the id of the run that wrote it, and a run that resumes from the state continues with this id. So one
+directory may contain states of several runs. The newest state is the state with the highest step of the run that wrote
+last; a run removes only its own states.
 """
 
 import functools
@@ -53,7 +54,7 @@ _warn_once = functools.lru_cache(_log.warning)
 
 
 class NewState:
-    """A state directory that is being written at ``path``, on the rank that makes it."""
+    """Manage a state directory while it is written at ``path``, on the rank that creates it."""
 
     def __init__(self, target: Path) -> None:
         self.target, self.path = target, directories.staging_of(target)
@@ -66,11 +67,11 @@ class NewState:
         step: int | None,
         run: str,
     ) -> None:
-        """Mark the state complete, once all of its ``files`` are on disk, and replace the target by it."""
+        """Mark the state complete when all of its ``files`` are on disk, and replace the target by the state."""
         target = self.target
         old = old_of(self.target)
         complete.mark_complete(self.path, files, step, run)
-        # The complete state may be the old one, so keep that.
+        # The only complete state may be the old one, so keep it.
         if target.exists() and problems_of(target):
             directories.discard(target, target)
         elif target.exists():
@@ -79,7 +80,7 @@ class NewState:
         self.path.rename(target)
         directories.sync(target.parent)
         self._lock.release()
-        with suppress(OSError):  # the new state is in place
+        with suppress(OSError):  # ignore errors: the new state is already in place
             _remove(old, target)
 
     def give_up(self) -> None:
@@ -89,7 +90,7 @@ class NewState:
 
 
 def old_of(target: Path) -> Path:
-    """Return the path of a state's predecessor until the new one is in its place."""
+    """Return the path to which an old state is moved until the new state is in its place."""
     target = Path(os.path.abspath(target))
     return target.parent / f".{target.name}.old"
 
@@ -102,7 +103,7 @@ def _remove(old: Path, target: Path) -> None:
 
 
 def _refuse_other(target: Path) -> None:
-    """Refuse to replace a directory that is not a state."""
+    """Raise :class:`CheckpointError` if a new state would replace a directory that is not a state."""
     if directories.holds_current_directory(target):
         raise CheckpointError(
             f"the state's directory must not be or contain the current directory, got {target}: give a directory of "
@@ -126,7 +127,9 @@ def problems_of(directory: Path) -> list[str]:
 
 
 def states_in(source: Path) -> list[Path]:
-    """Return the directories that ``source`` may mean, best first: itself, or the states in it, complete or not."""
+    """Return the state directories for ``source``, best first: ``source`` itself, or all states in it, complete or
+    not.
+    """
     source = _parent_of_latest(source)
     if _is_state(source) or _is_state(old_of(source)):
         return [path for path in (source, old_of(source)) if _is_state(path)]
@@ -141,7 +144,9 @@ def states_in(source: Path) -> list[Path]:
 
 
 def candidates(source: Path) -> list[Path]:
-    """Return the complete states that ``source`` may mean, best first, or raise; warn once of others."""
+    """Return the complete states for ``source``, best first, or raise if there is none; warn once of incomplete
+    states.
+    """
     states = states_in(source)
     source = _parent_of_latest(source)
     marked = [
@@ -163,14 +168,16 @@ def candidates(source: Path) -> list[Path]:
     if not marked:
         holds = "" if (other := _held_by(source)) is None else f". It holds {other}"
         raise CheckpointError(
-            f"{source} is not a state of hfscale.save_state and contains none: give the directory of a state, or "
-            f"its parent{holds}"
+            f"{source} is not a state of hfscale.save_state and contains none: give the directory of "
+            f"a state, or its parent{holds}"
         )
     return marked
 
 
 def _held_by(source: Path) -> str | None:
-    """Return what a directory without states has of weights, and what reads it, in words; ``None``: nothing known."""
+    """Return a text that names the weights in a directory without states, and the function that reads them; ``None`` if
+    the directory has no weights of a known format.
+    """
     if (source / "adapter_config.json").exists():
         return "an adapter: hfscale.from_pretrained(BASE, peft_config=...) reads it"
     if (form := form_of(source)) is not None:
@@ -179,36 +186,36 @@ def _held_by(source: Path) -> str | None:
 
 
 def _refuse_other_files(source: Path) -> None:
-    """Refuse a directory without states as the place of a run that begins: it may hold another trainer's. Notes and
-    logs in it are no weights, nor is what interrupted saves have left.
+    """Raise :class:`CheckpointError` if a run would begin in a directory that has no state but other files, which may
+    be another trainer's checkpoint. Notes, logs and the remains of interrupted saves are allowed.
     """
     if not source.exists():
         return
     if (held := _held_by(source)) is not None:
         raise CheckpointError(
-            f"missing_ok=True is for a directory that is not there yet, or empty, and {source} has no state of "
-            f"hfscale.save_state, but {held}. To begin at step 0 all the same, name another directory"
+            f"missing_ok=True is for a directory that does not exist yet or is empty, and {source} has no state of "
+            f"hfscale.save_state, but {held}. To begin at step 0 anyway, name another directory"
         )
     files = (Path(folder, name) for folder, _, names in os.walk(source) for name in names)
     strange = next((file for file in files if not _may_lie_beside(file.relative_to(source))), None)
     if strange is not None:
         raise CheckpointError(
-            f"missing_ok=True is for a directory that is not there yet, or empty, and {source} has no state of "
+            f"missing_ok=True is for a directory that does not exist yet or is empty, and {source} has no state of "
             f"hfscale.save_state, but other files ({strange.relative_to(source)}, for one): name a directory for "
             f"states alone, such as {source / 'states'}"
         )
 
 
 def _may_lie_beside(path: Path) -> bool:
-    """Return whether a path may be in a directory without states: hidden, a log, a run's name, or of an interrupted
-    save.
+    """Return whether a path may be in a directory without states: a hidden file, a log, a run's name, or a file of an
+    interrupted save.
     """
     hidden = any(part.startswith(".") and part != ".metadata" for part in path.parts)
     return hidden or path.suffix in _NOTES or path.name == RUN or "tfevents" in path.name
 
 
 def none_there(source: Path, mesh: Mesh) -> bool:
-    """Return whether the first rank finds no complete state in ``source``; the same answer on every rank."""
+    """Return whether the first rank finds no complete state in ``source``; all ranks return the same answer."""
     states: list[Path] = []
     if is_writer(mesh):
         with suppress(CheckpointError):
@@ -217,10 +224,10 @@ def none_there(source: Path, mesh: Mesh) -> bool:
 
 
 def none_to_resume(source: Path, mesh: Mesh) -> bool:
-    """Return :func:`none_there`, for a run that begins at step 0 if there is none.
+    """Return the result of :func:`none_there`, for a run that begins at step 0 if there is no state.
 
     Raises:
-        CheckpointError: on the first rank, if ``source`` has no state and weights of another kind, or other files.
+        CheckpointError: on the first rank, if ``source`` has no state but other weights or files.
     """
     if is_writer(mesh) and not states_in(source):
         _refuse_other_files(_parent_of_latest(source))
@@ -228,7 +235,7 @@ def none_to_resume(source: Path, mesh: Mesh) -> bool:
 
 
 def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
-    """Return the newest complete state that ``source`` may mean, the same on every rank; raise if there is none."""
+    """Return the newest complete state for ``source``, the same on every rank; raise if there is no complete state."""
     names = (
         [os.path.relpath(path, source) for path in candidates(source)] if is_writer(mesh) else []
     )
@@ -270,7 +277,7 @@ def _listed(wrong: dict[Path, list[str]]) -> str:
 
 
 def _parent_of_latest(source: Path) -> Path:
-    """Return the parent of ``.../latest``, unless that exists; any other path unchanged."""
+    """Return the parent of ``.../latest`` if ``latest`` does not exist; return any other path unchanged."""
     return source.parent if source.name == LATEST and not source.exists() else source
 
 
@@ -282,7 +289,7 @@ def _is_state(path: Path) -> bool:
 
 
 def mark_of(directory: Path) -> complete.Mark:
-    """Return a directory's marker; one of time 0 if it has none."""
+    """Return a directory's completion marker, or a marker with time 0 if the directory has none."""
     try:
         return complete.read_mark(directory)
     except CheckpointError:
@@ -290,13 +297,13 @@ def mark_of(directory: Path) -> complete.Mark:
 
 
 def age(mark: complete.Mark, *among: complete.Mark) -> tuple[bool, int, float]:
-    """Return a sort key: the run that wrote last comes last, and then the step."""
+    """Return a sort key by which states of the run that wrote last come last, ordered by step."""
     last = max(among, key=lambda each: each.written).run
     return mark.run == last, -1 if mark.step is None else mark.step, mark.written
 
 
 def run_of(directory: Path) -> str:
-    """Return the id for a run that resumes from a state: its run's, or a new one if that run has later states."""
+    """Return the run id after a resume: the id of the state's run, or a new id if that run has later states."""
     try:
         mark = complete.read_mark(directory)
         whole = [
@@ -318,7 +325,9 @@ def prune(
     keep_last: int | None,
     keep_every: int | None,
 ) -> None:
-    """Remove states of ``run`` beside ``newest`` but the ``keep_last`` last and those that ``keep_every`` divides."""
+    """Remove states of ``run`` in the directory of ``newest``, except the last ``keep_last`` states and states whose
+    step is a multiple of ``keep_every``.
+    """
     if keep_last is None:
         return
     beside = [path for path in newest.parent.iterdir() if path != newest and not path.is_symlink()]
@@ -336,7 +345,9 @@ def prune(
         step = own[path].step
         if keep_every and step is not None and step % keep_every == 0:
             continue
-        (path / complete.MARK).unlink(missing_ok=True)  # its removal takes time
+        (path / complete.MARK).unlink(
+            missing_ok=True
+        )  # unmark it first, because removing the files takes time
         directories.sync(path)
         directories.discard(path, path)
     for path in newest.parent.glob(".*.????????.discarded"):
@@ -344,7 +355,7 @@ def prune(
     for path in newest.parent.glob(".*.incomplete"):
         try:
             lock = directories.DirectoryLock(path)
-        except (CheckpointError, OSError):  # another job writes it, or has moved it
+        except (CheckpointError, OSError):  # another job is writing the state, or has moved it
             continue
         if lock.held:
             shutil.rmtree(path, ignore_errors=True)

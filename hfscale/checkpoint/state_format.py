@@ -1,8 +1,8 @@
-"""Define the format of a saved state: its index ``state.json``, and reading of any shard from any written shards.
+"""Define the format of a saved state: its index ``state.json``, and how any shard is read from the written shards.
 
-Tensors have the stock model's names and are described by their full shape and the cuts that they were written with. The
-ranks that wrote a tensor's shards, and so the files they are in, follow from its cuts and the arrangement of the ranks.
-Only the needed bytes are read: the boxes in which the written shards overlap the wanted one.
+Tensors have the stock model's names and are described by their full shape and the cuts that they were written with. A
+tensor's cuts and the arrangement of the ranks determine which ranks wrote its shards, and so which files contain them.
+Only the needed bytes are read: the boxes in which the written shards overlap the wanted shard.
 """
 
 import json
@@ -34,30 +34,35 @@ _SIZES = ("pp", "dp_replicate", "dp_shard", "tp", "ep", "expert_tp", "cp")
 
 @dataclass
 class StateIndex:
-    """The contents of ``state.json``."""
+    """Hold the contents of ``state.json``."""
 
-    sizes: dict[str, int]  # axis -> size, of the layout that it was written in
-    layers: list[str]  # the layers of each pipeline rank, in words; empty without stages
-    # Axes and sizes, outermost first: of the mesh, and of the mesh that experts see.
+    sizes: dict[str, int]  # axis -> size, of the layout in which the state was written
+    layers: list[
+        str
+    ]  # a description of the layers of each pipeline rank; empty without pipeline stages
+    # Axes and sizes, outermost first, of the mesh and of the experts' mesh.
     axes: list[list[tuple[str, int]]]
     step: int | None = None  # the caller's step number
     batch_world: int = 1  # distinct batches in a step
     # ``weights/NAME``, ``buffers/NAME`` and ``optimizer/KEY/NAME`` -> shape and cuts
     tensors: dict[str, StateTensor] = field(default_factory=dict)
-    # Of parameters: state besides tensors.
+    # The optimizer's state of parameters, except tensors.
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     # Names of the parameters in each of the optimizer's groups, if there is one.
     groups: list[list[str]] | None = None
-    # Its name, and the names of its options; ``None``: not known.
+    # The optimizer's name and the names of its options; ``None``: not known.
     optimizer: list[Any] | None = None
-    # Name of another object -> whether all ranks had one state.
+    # Name of another saved object -> whether the object's state was equal on all ranks.
     others: dict[str, bool] = field(default_factory=dict)
-    # Name in a checkpoint, or adapter's file -> key here; of several adapters ``DIRECTORY/NAME``.
+    # Name in a checkpoint or an adapter's file -> key in this index; the name is ``DIRECTORY/NAME`` for several
+    # adapters.
     stored: dict[str, str] = field(default_factory=dict)
-    adapter: bool = False  # whether ``stored`` names an adapter's tensors, as PEFT does
-    # The checkpoint that was loaded, and names of what its class does not load there.
+    adapter: bool = False  # whether ``stored`` contains an adapter's tensors, under PEFT's names
+    # The checkpoint that was loaded, and the names of its tensors that the model's class does not load.
     carried: list[Any] | None = None
-    versions: dict[str, str] = field(default_factory=dict)  # of the packages that wrote it
+    versions: dict[str, str] = field(
+        default_factory=dict
+    )  # versions of the packages that wrote the state
 
     @classmethod
     def of_layout(cls, layout: ParallelConfig, plan: Plan) -> "StateIndex":
@@ -80,7 +85,7 @@ class StateIndex:
 
     @property
     def world(self) -> int:
-        """The number of ranks that wrote it."""
+        """Return the number of ranks that wrote the state."""
         return prod(size for _, size in self.axes[0])
 
     def rank_of(
@@ -88,21 +93,23 @@ class StateIndex:
         ranks: dict[str, int],
         cuts: Sequence[Cut] = (),
     ) -> int:
-        """Return the global rank at coordinates ``ranks``, in the mesh that these ``cuts`` refer to."""
+        """Return the global rank at coordinates ``ranks``, in the mesh to which these ``cuts`` refer."""
         number = 0
         for axis, size in self.axes[any(cut.axis == "ep" for cut in cuts)]:
             number = number * size + ranks.get(axis, 0) % size
         return number
 
     def rank_with_batch(self, mesh: Mesh) -> int:
-        """Return the rank that had this rank's batches; the first one if none had."""
+        """Return the saved rank that had this rank's batches, or the first rank if no rank had them."""
         if mesh.batch_world != self.batch_world:
             return 0
         replicate, shard = divmod(mesh.batch_rank * self.sizes["cp"], self.sizes["dp_shard"])
         return self.rank_of({"dp_replicate": replicate, "dp_shard": shard})
 
     def rank_with_random_states(self, mesh: Mesh) -> tuple[int, str]:
-        """Return the rank whose RNG states this one takes over in another layout, and a seed if others do so too."""
+        """Return the saved rank whose RNG states this rank continues in another layout, and a seed for new states if
+        several ranks continue the same states.
+        """
         data = mesh.data_rank
         stage = mesh.pp_rank
         there = data if data < self.sizes["dp_replicate"] * self.sizes["dp_shard"] else 0
@@ -121,7 +128,7 @@ class StateIndex:
         return json.dumps(told).encode()
 
     def check_bytes(self, size: int) -> None:
-        """Raise ValueError if tensors have more entries, or cuts, than fit into files of ``size`` bytes."""
+        """Raise ValueError if tensors have more entries or cuts than can be stored in files of ``size`` bytes."""
         told = sum(prod(tensor.shape) for tensor in self.tensors.values() if not tensor.own)
         pieces = max(
             (cut.size for tensor in self.tensors.values() for cut in tensor.cuts), default=1
@@ -133,12 +140,12 @@ class StateIndex:
 
     @classmethod
     def read(cls, directory: Path) -> "StateIndex":
-        """Read the index of a saved state; CheckpointError if there is none, or it is damaged."""
+        """Read the index of a saved state; raise :class:`CheckpointError` if the index is missing or damaged."""
         try:
             told: dict[str, Any] = json.loads((directory / INDEX).read_bytes())
             if (version := told.pop("version")) != _VERSION:
                 raise CheckpointError(
-                    f"{directory} has format {version} and this hfscale reads format {_VERSION}: read it with the "
+                    f"{directory} has format {version}, but this hfscale reads format {_VERSION}: load it with the "
                     f"hfscale that wrote it ({told.get('versions', {}).get('hfscale', 'unknown')})"
                 )
             told["tensors"] = {
@@ -163,7 +170,7 @@ class StateIndex:
         except FileNotFoundError as error:
             earlier = (directory / "layout.json").exists()
             what = (
-                "was written by an earlier hfscale, in a format of its own"
+                "was written by an earlier hfscale, in another format"
                 if earlier
                 else "is not a state"
             )
@@ -177,7 +184,7 @@ class StateIndex:
 
 
 def is_written_by(mesh: Mesh, tensor: StateTensor) -> bool:
-    """Return whether this rank writes its shard of ``tensor``: it is the first one that has it."""
+    """Return whether this rank writes its shard of ``tensor``, because it is the first rank with this shard."""
     _, ranks = mesh.view(tensor.cuts)
     writers = {
         cut.axis: holders for cut, holders in zip(tensor.cuts, _writers(tensor), strict=True)
@@ -188,13 +195,15 @@ def is_written_by(mesh: Mesh, tensor: StateTensor) -> bool:
 
 
 def _writers(tensor: StateTensor) -> Iterator[range]:
-    """Yield, for each cut of a tensor, the coordinates of the ranks that write a shard: the first of each replica."""
+    """Yield, for each cut of a tensor, the coordinates of the ranks that write a shard: the first rank of each shard's
+    replicas.
+    """
     for cut in tensor.cuts:
         yield range(0, cut.size, 1 if tensor.own else _copies(cut))
 
 
 def _copies(cut: Cut) -> int:
-    """Return how many consecutive ranks hold the same shard, if that is the same for all shards; else 1."""
+    """Return how many consecutive ranks hold the same shard, if this number is equal for all shards; otherwise 1."""
     return cut.replicas[0] if len(set(cut.replicas)) == 1 else 1
 
 
@@ -209,7 +218,7 @@ def rest_name(rank: int) -> str:
 
 
 class StateReader:
-    """A reader of one saved state's tensors, by their keys in its index."""
+    """Read the tensors of one saved state, by their keys in its index."""
 
     def __init__(self, directory: Path, index: StateIndex) -> None:
         self.directory = directory
@@ -219,7 +228,9 @@ class StateReader:
         )
 
     def read(self, key: str, wanted: StateTensor, ranks: dict[str, int]) -> Tensor:
-        """Return a copy of a tensor's shard at ``ranks``, on the CPU; ``wanted``: how the reading layout shards it."""
+        """Return a copy of a tensor's shard at ``ranks``, on the CPU; ``wanted`` describes how the new layout shards
+        it.
+        """
         self.check(key, wanted)
         written = self.index.tensors[key]
         if written.cuts == wanted.cuts and (written.own or written.block == wanted.block):
@@ -239,12 +250,14 @@ class StateReader:
         return self._piece(key, self.index.tensors[key], {}).dtype
 
     def check(self, key: str, wanted: StateTensor) -> None:
-        """Raise :class:`CheckpointError` if a tensor is of another shape or layout than ``wanted`` can be read from."""
+        """Raise :class:`CheckpointError` if ``wanted`` cannot be read from the tensor, due to its shape or its
+        layout.
+        """
         written = self.index.tensors.get(key)
         if written is None:
             raise CheckpointError(
-                f"{self.directory} has no {key}: it was saved from another model or optimizer, give a state of "
-                "these"
+                f"{self.directory} has no {key}, because it was saved from another model or optimizer: give a state of "
+                "this model and optimizer"
             )
         if written.own and written.cuts != wanted.cuts:
             raise CheckpointError(
@@ -254,8 +267,8 @@ class StateReader:
             )
         if not written.own and written.shape != wanted.shape:
             raise CheckpointError(
-                f"{self.directory} has no {key} of shape {wanted.shape}, but one of {written.shape}: it is of another "
-                "model, give a state of this one"
+                f"{self.directory} has {key} of shape {written.shape}, but this model needs {wanted.shape}, so the "
+                "state belongs to another model: give a state of this model"
             )
 
     def _piece(self, key: str, written: StateTensor, ranks: dict[str, int]) -> TensorOnDisk:
@@ -263,8 +276,8 @@ class StateReader:
         piece: TensorOnDisk | None = self._file(rank).get(key)
         if piece is None:
             raise CheckpointError(
-                f"{self.directory}/{weights_name(rank)} has no {key}, a shard of that rank: it is damaged, use "
-                "another state"
+                f"{self.directory}/{weights_name(rank)} has no {key}, which must contain that rank's shard: the file "
+                "is damaged, use another state"
             )
         shape = (
             piece.shape
@@ -283,7 +296,9 @@ class StateReader:
         written: StateTensor,
         wanted: list[Spans],
     ) -> Iterator[dict[str, int]]:
-        """Yield the coordinates of written shards that overlap the wanted one, found cut by cut to skip most early."""
+        """Yield the coordinates of written shards that overlap the wanted shard; comparing cut by cut skips most of
+        them.
+        """
         holders = list(_writers(written))
 
         def below(done: int, ranks: dict[str, int]) -> Iterator[dict[str, int]]:
@@ -320,7 +335,7 @@ class StateReader:
                 covered += prod(length for *_, length in box)
         if covered < prod(shape):
             raise CheckpointError(
-                f"{self.directory} has only a part of {key}: it is damaged, use another state"
+                f"{self.directory} has only some of the shards of {key}: the state is damaged, use another state"
             )
         return tensor
 

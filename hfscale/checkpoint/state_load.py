@@ -1,4 +1,6 @@
-"""Check that a state fits this run, read this rank's shards aside, and copy them into the run: on all ranks or none."""
+"""Check that a state fits this run, read this rank's shards into CPU memory, and then copy them into the run: either on
+all ranks or on none.
+"""
 
 import copy
 import pickle
@@ -27,9 +29,9 @@ _COUNTED = ("step", "mu_product")  # scalars in the states of torch's optimizers
 
 @dataclass(frozen=True)
 class Resumed:
-    """The state from which a run was resumed."""
+    """Describe the state from which a run was resumed."""
 
-    directory: Path | None  # of the state; ``None`` if there was none
+    directory: Path | None  # the state's directory; ``None`` if no state was loaded
     step: int | None  # the ``step`` passed to :func:`hfscale.save_state`
     batch_world: int  # number of distinct batches in a step when it was saved
     same_layout: bool  # whether the run continues bit by bit
@@ -56,14 +58,14 @@ def load_from(
             if state := reader.rest["parts"].get(part.state_key):
                 part.put_state(runtime, state)
     if (streams := runtime.streams) is not None:
-        streams.agreed = True  # as they were when the state was saved
+        streams.agreed = True  # as when the state was saved
     read.put_back(optimizer, reader.rest["options"])
     return Resumed(directory, reader.index.step, reader.index.batch_world, reader.alike)
 
 
 @contextmanager
 def _in_words_of(directory: Path) -> Iterator[None]:
-    """Convert unexpected exceptions inside the `with` block to a CheckpointError that names the state."""
+    """Convert unexpected exceptions inside the ``with`` block to a :class:`CheckpointError` that names the state."""
     try:
         yield
     except (HFScaleError, OSError, MemoryError):
@@ -120,8 +122,8 @@ class _Found:
         )
         if more:
             raise CheckpointError(
-                f"{self.directory} has {len(more)} parameters that this model lacks, {more[0].partition('/')[2]} "
-                "for one: build the model as it was when saved, with its adapters"
+                f"{self.directory} has {len(more)} parameters that this model lacks, for example "
+                f"{more[0].partition('/')[2]}: build the model as it was when saved, with its adapters"
             )
         for planned, parameter in written_parameters(self.runtime):
             key = f"weights/{planned.name}"
@@ -133,7 +135,7 @@ class _Found:
                 )
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers to restore: those that are computed and not saved may differ in another layout."""
+        """Yield the buffers to restore; computed buffers, which are not saved, may differ in another layout."""
         saved = self.runtime.model.state_dict().keys()
         for name, here, buffer in self.runtime.named_buffers():
             key = f"buffers/{name}"
@@ -147,8 +149,8 @@ class _Found:
                 yield name, buffer
             elif here in saved or self.alike:
                 raise CheckpointError(
-                    f"{self.directory} has no {name} of shape {tuple(buffer.shape)}: it is of another model, "
-                    "give a state of this one"
+                    f"{self.directory} has no buffer {name} of shape {tuple(buffer.shape)}, so the state belongs to "
+                    "another model: give a state of this model"
                 )
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -161,7 +163,8 @@ class _Found:
         ]
         if self.index.groups is None:
             raise CheckpointError(
-                f"{self.directory} holds no optimizer: save_state was called without it"
+                f"{self.directory} holds no optimizer, because save_state was called without one: leave optimizer= "
+                "out, or save a state with the optimizer"
             )
         name, options = described(optimizer)
         then, then_options = self.index.optimizer or (name, options)
@@ -215,7 +218,7 @@ class _Found:
             name for name, kind in kinds.items() if not isinstance(dict(contents).get(name), kind)
         ]:
             raise CheckpointError(
-                f"{path} is damaged, it has no {' and no '.join(wrong)}: use another state"
+                f"{path} is damaged, because it has no {' and no '.join(wrong)}: use another state"
             )
         return contents
 
@@ -223,16 +226,15 @@ class _Found:
         if name not in self.rest["others"]:
             names = ", ".join(self.rest["others"]) or "nothing else"
             raise CheckpointError(
-                f"{self.directory} holds {names}, and no {name!r}: leave it out, or "
-                "save the state with it"
+                f"{self.directory} holds {names}, but no {name!r}: leave it out, or save the state with it"
             )
         then = self.index.batch_world
         now = self.mesh.batch_world
         if then != now and not self.index.others[name]:
             raise CheckpointError(
-                f"{self.directory} has {then} of {name!r}, one per distinct batch, and this run has {now} distinct "
-                f"batches: leave {name} out, and skip the batches already seen, {then} per step, shared by {now} "
-                "(accelerate.skip_first_batches)"
+                f"{self.directory} has {then} states of {name!r}, one per distinct batch, and this run has {now} "
+                f"distinct batches: leave {name} out, and skip the batches that were seen, {then} per step, divided "
+                f"over {now} (accelerate.skip_first_batches)"
             )
 
 
@@ -266,7 +268,9 @@ class _ReadAside:
             self._move_optimizer_state(optimizer)
 
     def warn_of_not_finite(self) -> None:
-        """Warn of the first tensor with NaN or infinity; collective, so afterwards every rank has read its shards."""
+        """Warn of the first tensor with NaN or infinity; collective, so after this call every rank has read its
+        shards.
+        """
         warn_of_not_finite(self.runtime.mesh, self._not_finite, f"{self.reader.directory}")
 
     @torch.no_grad()
@@ -294,8 +298,8 @@ class _ReadAside:
     def _copy_later(self, read: Tensor, into: Tensor) -> None:
         if read.shape != into.shape:
             raise CheckpointError(
-                f"{self.reader.directory} has a shard of shape {tuple(read.shape)}, and this rank's has "
-                f"{tuple(into.shape)}: it is damaged, use another state"
+                f"{self.reader.directory} has a shard of shape {tuple(read.shape)}, but this rank's shard has the "
+                f"shape {tuple(into.shape)}: the state is damaged, use another state"
             )
         self._copies.append((read, into))
 
@@ -307,7 +311,7 @@ class _ReadAside:
     @torch.no_grad()
     def _move_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Move the optimizer's state to the devices where the optimizer would have made it."""
-        # Hfscale's: shapes may differ from shards'.
+        # Optimizers of hfscale: shapes of the state may differ from the shapes of shards.
         plain = getattr(optimizer, "keeps_plain_state", False)
         groups = {
             id(parameter): group
@@ -329,7 +333,7 @@ class _ReadAside:
 def _unchanged_on_failure(
     runtime: Runtime, optimizer: torch.optim.Optimizer | None, others: dict[str, Any]
 ) -> Iterator[None]:
-    """Restore ``others``, RNG states, states of parts and options of groups if the `with` block fails on some rank."""
+    """Restore ``others``, RNG states, parts' states and options of groups if the ``with`` block fails on any rank."""
     random = random_states(runtime.mesh)
     parts = [
         (part, copy.deepcopy(state)) for part in runtime.parts if (state := part.state(runtime))
@@ -345,7 +349,7 @@ def _unchanged_on_failure(
         for other, state, attributes in before:
             try:
                 other.load_state_dict(state)
-            except Exception:  # it may fail as it failed before
+            except Exception:  # restoring may fail for the same reason
                 vars(other).update(attributes)
         for part, state in parts:
             part.put_state(runtime, state)
@@ -361,7 +365,7 @@ def _on_optimizer_device(
 ) -> Any:
     """Return a value of an optimizer's state on the device where the optimizer would have made it."""
     if key in _COUNTED and not (group.get("fused") or group.get("capturable")):
-        return value  # torch reads them on the CPU, and would sync with a device
+        return value  # torch reads step counts on the CPU, and would synchronize with a device
     if getattr(optimizer, "is_paged", False) and value.shape == parameter.shape:
         return optimizer.get_state_buffer(parameter.detach(), dtype=value.dtype).copy_(value)
     return value.to(getattr(optimizer, "state_device", None) or parameter.device)

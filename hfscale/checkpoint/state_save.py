@@ -1,6 +1,7 @@
 """Take a rank's state of a run, agree on the index of all ranks' states, and write them.
 
-Taking needs no communication and copies nothing but what is no tensor, so that an asynchronous save can write later.
+Taking the state needs no communication and copies only data that are not tensors, so that an asynchronous save can copy
+and write the tensors later.
 """
 
 import hashlib
@@ -38,30 +39,34 @@ _CONFIG = "adapter_config.json"
 
 @dataclass
 class TakenState:
-    """Hold this rank's state that is not written yet."""
+    """Hold this rank's part of a state before it is written."""
 
-    mesh: Mesh  # the ranks that write it
+    mesh: Mesh  # the ranks that write the state
     runtime: Runtime
-    index: StateIndex  # with the tensors of this rank's stage, and what its optimizer keeps besides
-    # Key -> shard that this rank writes, or a copy of it.
+    index: (
+        StateIndex  # covers the tensors of this rank's stage and the rest of its optimizer's state
+    )
+    # Key -> the shard that this rank writes, or a copy of the shard.
     held: dict[str, Tensor] = field(default_factory=dict)
-    options: list[dict[str, Any]] = field(default_factory=list)  # of the optimizer's groups
-    digests: dict[str, str] = field(default_factory=dict)  # of the states of other objects, by name
+    options: list[dict[str, Any]] = field(default_factory=list)  # options of the optimizer's groups
+    digests: dict[str, str] = field(
+        default_factory=dict
+    )  # digests of other objects' states, by name
     rest: bytes = b""  # this rank's other data, as the bytes of a file
-    # This rank's, of the tensors of a checkpoint.
+    # This rank's names of the tensors of a checkpoint.
     entries: list[tuple[Any, ...]] = field(default_factory=list)
-    # Of adapters, on rank 0: key in the file -> parameter.
+    # On rank 0, for adapters: key in the adapter's file -> parameter.
     stored: dict[str, str] = field(default_factory=dict)
     # Config files, by name; on the first rank.
     beside: dict[str, bytes] = field(default_factory=dict)
 
     def add(self, key: str, tensor: StateTensor, home: int, share: Tensor) -> None:
-        """Add a tensor of pipeline rank ``home`` of which this rank has ``share``."""
+        """Add a tensor of pipeline rank ``home``, with this rank's shard ``share``."""
         tensor = self.index.tensors[key] = replace(tensor, home=home)
         if not tensor.own and tuple(share.shape) != (shape := tensor.local_shape(self.mesh.ranks)):
             raise CheckpointError(
-                f"{key} must have the shape {shape} on this rank, got {tuple(share.shape)}: do not replace "
-                "parameters of a built model"
+                f"{key} must keep its shape {shape} on this rank, got {tuple(share.shape)}: do not replace parameters "
+                "of a built model"
             )
         if is_written_by(self.mesh, tensor):
             self.held[key] = share
@@ -84,7 +89,9 @@ def contents_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> Ta
 
 
 def written_parameters(runtime: Runtime) -> list[tuple[ParameterPlan, Tensor]]:
-    """Return the parameters to write, without frozen weights in 4 or 8 bits: those are loaded from the checkpoint."""
+    """Return the parameters to write, without frozen weights in 4 or 8 bits, which a resume reads from the
+    checkpoint.
+    """
     frozen = runtime.plan.quantized_weights
     return [
         (planned, parameter)
@@ -99,12 +106,12 @@ def _add_optimizer(found: TakenState, runtime: Runtime, optimizer: torch.optim.O
     strange = {id(parameter) for group in given for parameter in group} - plans.keys()
     if strange:
         raise CheckpointError(
-            f"the optimizer has {len(strange)} parameters that are not the model's: keep them in an optimizer of their "
-            "own, and pass it to save_state under a name"
+            f"the optimizer has {len(strange)} parameters that do not belong to the model: give them to a second "
+            "optimizer, and pass that optimizer to save_state under a name"
         )
     for parameter, values in optimizer.state.items():
         planned = plans.get(id(parameter))
-        # Frozen, in 4 or 8 bits; Adagrad has state for all parameters from the beginning.
+        # Skip frozen weights in 4 or 8 bits: Adagrad has state for all parameters from the beginning.
         if planned is None:
             continue
         home = runtime.plan.primary_rank(planned.name)
@@ -129,7 +136,7 @@ def _add_optimizer(found: TakenState, runtime: Runtime, optimizer: torch.optim.O
 
 
 def described(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return an optimizer's name and the names of its options: equal ones have compatible states."""
+    """Return an optimizer's name and the names of its options; optimizers that agree in both have compatible states."""
     return [
         str(getattr(optimizer, "name", type(optimizer).__name__)),
         sorted(optimizer.defaults),
@@ -155,12 +162,14 @@ def state_lies(
     shape: tuple[int, ...],
     weight: tuple[int, ...],
 ) -> StateTensor:
-    """Return how a state tensor is sharded; its ``shape`` and its ``weight``'s are both of shards, or both full."""
+    """Return how a state tensor is sharded; ``shape`` and the shape of ``weight`` are either both local or both
+    full.
+    """
     if getattr(optimizer, "state_layout", None) is not None:
         return optimizer.state_layout(planned, key, shape)
     if not shape or not planned.cuts:
         return whole(*shape)
-    # In bitsandbytes' own optimizers over shards, the shard's size decides which state has 8 bits.
+    # bitsandbytes' own optimizers keep a state in 8 bits or not depending on the shard's size.
     alike = shape == weight and not type(optimizer).__module__.startswith("bitsandbytes")
     return like(planned) if alike else own(planned)
 
@@ -171,7 +180,9 @@ def take_state(
     step: int | None,
     others: dict[str, Any],
 ) -> TakenState:
-    """Return this rank's state of a run as it is now. Tensors are the run's own; everything else is copied."""
+    """Return this rank's present state of a run. Tensors are references to the run's tensors; all other data are
+    copied.
+    """
     taken = contents_of(runtime, optimizer)
     taken.index.step = step
     if (carried := carried_by(runtime.model)) is not None:
@@ -186,7 +197,7 @@ def take_state(
     taken.entries = tensors_of_stage(runtime)
     if is_writer(runtime.mesh):
         adapters = runtime.adapters
-        # Config files, and code that came with the model.
+        # Config files, and custom code of the model.
         with tempfile.TemporaryDirectory() as written:
             write_configs(runtime.model, Path(written))
             if adapters is not None:
@@ -194,7 +205,7 @@ def take_state(
                 for name, directory in directories_of(adapters.names, Path(written)).items():
                     directory.mkdir(exist_ok=True)
                     write_adapter_config(adapters.whole, name, directory)
-                    if directory != Path(written):  # a state has no directories
+                    if directory != Path(written):  # a state has no subdirectories
                         config = directory / _CONFIG
                         config.rename(directory.with_name(f"{name}.{_CONFIG}"))
             files = (path for path in sorted(Path(written).iterdir()) if path.is_file())
@@ -244,14 +255,14 @@ def _digest(state: Any) -> str:
 
 
 class SpreadFiles(Protocol):
-    """Directories of a state that several hosts have each, and files that go from one to another."""
+    """Write a state's directory on several hosts without a common disk, and copy files between hosts."""
 
-    makes: bool  # whether this rank makes the directories of its host
+    makes: bool  # whether this rank creates the directories of its host
 
     def copy_to_next(
         self, mesh: Mesh, every: list[dict[str, FileSum]], directory: Path
     ) -> dict[str, FileSum]:
-        """Send the files that each rank has written (``every``) to the next host; return all of this one."""
+        """Send the files that each rank has written (``every``) to the next host; return all files of this host."""
         ...
 
 
@@ -262,7 +273,9 @@ def write_state(
     keep_every: int | None,
     hosts: SpreadFiles | None = None,
 ) -> None:
-    """Write a taken state, or nothing if a rank fails; ``hosts`` have an index each, and copies of others' files."""
+    """Write a taken state, or nothing if a rank fails; with ``hosts``, each host gets an index and copies of another
+    host's files.
+    """
     mesh = taken.mesh
     run = taken.runtime.run
     new = None
@@ -271,7 +284,7 @@ def write_state(
         try:
             if makes:
                 new = NewState(target)
-            # Collective, so the directory exists for every rank afterwards.
+            # Collective, so after this call the directory exists for every rank.
             index = agreed_index(taken)
             every = mesh.all_gather_object(_write_own(taken, index, staging_of(target), makes))
             files = {name: file for rank in every for name, file in rank.items()}
@@ -295,7 +308,7 @@ def write_state(
 def _write_own(
     taken: TakenState, index: StateIndex, directory: Path, makes: bool
 ) -> dict[str, FileSum]:
-    """Write this rank's files and fsync them; with the index and config files if it ``makes`` the directory."""
+    """Write this rank's files and fsync them; and the index and config files if this rank ``makes`` the directory."""
     rank = index.rank_of(taken.mesh.ranks)
     files = {rest_name(rank): write_synced(directory / rest_name(rank), taken.rest)}
     if taken.held:
@@ -323,7 +336,7 @@ def agreed_index(taken: TakenState) -> StateIndex:
     index.step = own_part.step
     index.optimizer = own_part.optimizer
     index.carried = own_part.carried
-    # Imports downwards; there is no metadata of sources that are not installed.
+    # If hfscale runs from a source tree, there is no package metadata.
     package = sys.modules["hfscale"]
     index.versions = {"hfscale": package.__version__, "torch": str(torch.__version__)}
     digests = taken.digests.items()
@@ -363,7 +376,9 @@ def _add_stored_names(
 
 
 def _merge(index: StateIndex, told: dict[str, Any]) -> None:
-    """Add a rank's contribution; existing entries stay, so the first stage's counts if several have a tensor."""
+    """Add a rank's contribution; existing entries stay, so if several stages have a tensor, the first stage's entry
+    counts.
+    """
     for key, tensor in told.get("tensors", {}).items():
         index.tensors.setdefault(key, StateTensor.from_dict(tensor))
     for name, numbers in told.get("numbers", {}).items():

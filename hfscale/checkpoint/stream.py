@@ -1,4 +1,4 @@
-"""Yield full weights one by one, named as in a Hugging Face checkpoint, as to an inference engine during a run."""
+"""Yield full weights one by one, named as in a Hugging Face checkpoint, for example for an inference engine."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence, Set
@@ -20,15 +20,16 @@ from ..train.runtime.parameter_names import stock_name
 from .carried import carried_tensors
 from .stored_forms.encoding import QuantizedAgain, quantized_again
 
-_NONE = torch.empty(0)  # on ranks that get nothing
+_NONE = torch.empty(0)  # yielded on ranks that get no weights
 
 
 class WeightStream(Iterator[tuple[str, Tensor]]):
     """Yield one version of a model's weights; :func:`stream_weights` returns it.
 
     Attributes:
-        version: the number that it was given.
-        committed: whether every rank has sent and received all of it; until then an engine may have a part of it.
+        version: the number that the caller gave to the stream.
+        committed: whether every rank has sent and received all tensors; until then, an engine may have only some of
+            them.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
     ) -> None:
         self.version = version
         self.committed = False
-        # what a stream of later changes must ask for, and compares
+        # the arguments that a later ``changed_since`` stream must repeat, and the checksums that it compares
         self.asked = asked
         self.sums = sums
         self.tensors: Iterator[tuple[str, Tensor]] = iter(())
@@ -50,7 +51,7 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
     def until_committed(
         self, mesh: Mesh, tensors: Iterator[tuple[str, Tensor]], staged: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors as they come, or, if ``staged``, once every rank has done its part."""
+        """Yield the tensors as they arrive, or, if ``staged``, after every rank has sent and received all of them."""
         aside: deque[tuple[str, Tensor]] = deque()
         try:
             for name, tensor in tensors:
@@ -59,13 +60,15 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
                 else:
                     yield name, tensor
             versions = mesh.all_gather_object(self.version)
-        except Exception as lost:  # the connection to a rank
+        except Exception as lost:  # for example, a lost connection to a rank
             raise CheckpointError(
                 f"version {self.version} of the weights did not arrive whole: let the engine keep the one that it has "
                 f"({in_words(lost)})"
             ) from lost
         if len(set(versions)) > 1:
-            raise CheckpointError(f"version must be the same on every rank, got {versions}")
+            raise CheckpointError(
+                f"version must be the same on every rank, got {versions}: pass one number on all ranks"
+            )
         self.committed = True
         while aside:
             yield aside.popleft()
@@ -84,29 +87,30 @@ def stream_weights(
 ) -> WeightStream:
     """Yield ``(name, full tensor)``, on the CPU, in the order and under the names of a Hugging Face checkpoint.
 
-    Call it on every rank and exhaust it: every rank sends its shards. Ranks that are not chosen get nothing. No rank
-    holds more than one full tensor, and its conversion to the checkpoint's format (one tensor per expert, say). A
-    tensor is valid until the next one is requested, and must not be changed. Tensors that the stock class does not load
-    come last, as the checkpoint has them.
+    Call it and exhaust the iterator on every rank, because every rank sends its shards. Ranks that are not chosen get
+    no tensors. No rank holds more than one full tensor and its conversion to the checkpoint's format (for example, one
+    tensor per expert). A yielded tensor is valid until the next one is requested, and must not be changed. Tensors that
+    the stock class does not load come last, unchanged from the checkpoint.
 
     Args:
         ranks: the global ranks that get the tensors, or ``"all"``.
-        merge_adapters: yield weights with their adapters added, as stock PEFT would merge them; the model is unchanged.
-            Otherwise adapters follow the weights, under the keys of PEFT's files.
-        adapters_only: yield the adapter alone: the tensors that PEFT's ``adapter_model.safetensors`` has, by its keys.
-            The weights may be held in 4 or 8 bits.
+        merge_adapters: yield merged weights, equal to those of stock PEFT's merge; the model is unchanged. Otherwise
+            the adapters' tensors follow the weights, under the keys of PEFT's files.
+        adapters_only: yield only the adapter: the tensors of PEFT's ``adapter_model.safetensors``, by its keys. The
+            base weights may be held in 4 or 8 bits.
         quantization_config: a ``transformers.FineGrainedFP8Config``: weights that transformers would quantize on
             loading are yielded in the same 8-bit floating point, bit by bit, each followed by the scales of its blocks
             (``KEY_scale_inv``). ``"as_stored"``: weights that the checkpoint stores quantized are yielded in its form,
-            as :func:`hfscale.save_pretrained` writes them.
-        version: a number of these weights, such as the step; the same on every rank.
-        staged: yield nothing before every rank has sent and received everything. Chosen ranks hold all of it meanwhile.
-        changed_since: an earlier stream with a version: leave out tensors whose bits have not changed since.
+            like :func:`hfscale.save_pretrained` writes them.
+        version: a number for these weights, such as the step; the same on every rank.
+        staged: yield nothing before every rank has sent and received everything. Until then, chosen ranks hold all
+            tensors in memory.
+        changed_since: an earlier stream with a version; tensors whose bits have not changed since then are omitted.
 
     Raises:
-        ConfigError: a rank does not exist, the weights are held in 4 or 8 bits, adapters cannot be merged, a weight is
-            not made of whole blocks, or a choice does not fit the model or another choice.
-        CheckpointError: while it is exhausted, if a rank is lost or streams another version.
+        ConfigError: a rank does not exist, the weights are held in 4 or 8 bits, adapters cannot be merged, a weight
+            does not divide into whole blocks, or an argument does not fit the model or another argument.
+        CheckpointError: during the iteration, if a rank is lost or streams another version.
     """
     runtime = runtime_of(model)
     runtime.data.release()
@@ -122,8 +126,8 @@ def stream_weights(
     chosen = _chosen(ranks, runtime.mesh.layout.total_size)
     if adapters_only and (adapters is None or merge_adapters or quantization_config is not None):
         raise ConfigError(
-            "adapters_only=True must be asked of a model with adapters, without merge_adapters= and "
-            "quantization_config=, which are about its weights: leave it, or them, out"
+            "adapters_only=True needs a model with adapters, and cannot be combined with merge_adapters= or "
+            "quantization_config=, which concern the full weights: leave adapters_only= out, or the other arguments"
         )
     entries = tensors_to_save(runtime)
     asked = (model, chosen, merge_adapters, adapters_only, repr(quantization_config))
@@ -139,7 +143,7 @@ def stream_weights(
 
 
 def _checksums(runtime: Runtime, entries: list[SavedTensor]) -> dict[str, int]:
-    """Return the checksum of this rank's shard of every entry, by owned name; 0 where other ranks hold all of it."""
+    """Return the checksum of this rank's shard of every entry, by owned name; 0 if this rank holds no shard."""
     share_of = shares(runtime)
     held = {entry.owned: share_of(entry) for entry in entries}
     nothing = torch.zeros(0, device=runtime.mesh.device)
@@ -147,18 +151,18 @@ def _checksums(runtime: Runtime, entries: list[SavedTensor]) -> dict[str, int]:
         checksum(nothing if share is None else share).to(runtime.mesh.device)
         for share in held.values()
     ]
-    return dict(zip(held, torch.stack(sums).tolist(), strict=True))  # the device is asked once
+    return dict(zip(held, torch.stack(sums).tolist(), strict=True))  # one transfer from the device
 
 
 def _changed(
     runtime: Runtime, since: Any, asked: tuple[Any, ...], sums: dict[str, int]
 ) -> set[str]:
-    """Return the owned names of tensors with other bits, on any rank, than in the stream ``since``; collective."""
+    """Return the owned names of tensors whose bits, on any rank, differ from the stream ``since``; collective."""
     fits = isinstance(since, WeightStream) and since.committed and since.asked == asked
     if not (fits and sums and since.sums.keys() == sums.keys()):
         raise ConfigError(
-            "changed_since must be a committed stream of this model with a version and the same choices, and asks for "
-            "version=: stream all weights first"
+            "changed_since must be a committed stream of this model that had a version and the same arguments, and "
+            "needs version= for the new stream: stream all weights first"
         )
     return set(
         compress(
@@ -178,8 +182,9 @@ def _weights(
 ) -> Iterator[tuple[str, Tensor]]:
     if runtime.plan.quantized is not None:
         raise ConfigError(
-            "stream_weights yields weights in 16 or 32 bits, and these are in 4 or 8 bits: merge the adapters "
-            "(hfscale.merge_and_unload), stream a model that is not quantized, or the adapters (adapters_only=True)"
+            "stream_weights yields weights in 16 or 32 bits, but this model holds its weights in 4 or 8 bits: merge "
+            "the adapters (hfscale.merge_and_unload), stream a model that is not quantized, or the adapters "
+            "(adapters_only=True)"
         )
     adapters = runtime.adapters
     factors = {adapter.name for adapter in runtime.plan.adapters}
@@ -214,7 +219,7 @@ def _chosen(ranks: Sequence[int] | str, world: int) -> tuple[int, ...]:
 
 
 def whole_tensors(runtime: Runtime, ranks: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield full tensors by the model's own names, adapters merged: for another model of the same class."""
+    """Yield full tensors with merged adapters, by the model's own names, for another model of the same class."""
     runtime.data.release()
     entries = tensors_to_save(runtime)
     merge = WholeMerge(runtime.adapters, runtime.plan)
@@ -241,7 +246,7 @@ class _Stored:
         }
         if quantization is not None and self._again.form is None:
             self._encoder = Fp8Encoder(runtime.model, quantization)
-            # On every rank alike, before anything is sent.
+            # Checked on every rank before anything is sent.
             for name in filter(self._encoder.wants, self._contents):
                 for key, tensor in AsStored(
                     self._model, {name: self._contents[name]}
@@ -257,19 +262,21 @@ class _Stored:
             None if conversions is None else id(conversions),
         )
         known = runtime.stored_layout
-        if known is None or known[0] != like:  # it takes transformers a third of a stream's time
+        if (
+            known is None or known[0] != like
+        ):  # cached, because transformers needs a third of a stream's time for it
             runtime.stored_layout = known = like, AsStored(self._model, self._contents)
         self._as_stored = known[1].again()
 
     def made_from(self, entry: SavedTensor, merge: WholeMerge) -> set[str]:
-        """Return the owned names of all that the stored tensors of a weight are made from."""
+        """Return the owned names of all parameters from which the stored tensors of a weight are made."""
         names = self._as_stored.together.get(entry.name, (entry.name,))
         return {part for name in names for part in merge.parts(self._owned[name])}
 
     def converted(
         self, whole: Iterator[tuple[SavedTensor, Tensor]], carried: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors one after the other, and with ``carried`` those that the class does not load."""
+        """Yield the tensors one after another, and then, with ``carried``, the tensors that the class does not load."""
         for entry, tensor in whole:
             stored = self._as_stored.made_of(entry.name, tensor) if self._here else {}
             encodes = (
@@ -295,10 +302,12 @@ def _full(
     weights: list[SavedTensor],
     chosen: Sequence[int],
 ) -> Iterator[tuple[SavedTensor, Tensor]]:
-    """Yield each of the ``weights``, merged from ``entries``, full on the chosen ranks and empty elsewhere."""
+    """Yield each of the ``weights``, merged from ``entries``: the full tensor on chosen ranks, an empty one
+    elsewhere.
+    """
     by_name = {entry.owned: entry for entry in entries}
     names = [entry.owned for entry in weights]
-    # the first weight of a module -> all that it is merged from
+    # the first weight of a module -> all entries from which the module is merged
     modules = dict[str, list[str]]()
     merged = set[str]()
     for name in names:

@@ -1,8 +1,8 @@
-"""Trained parameters that stand around a parallelized model: in a user's module, or a prompt of PEFT's.
+"""Find trained parameters outside of a parallelized model: in a user's module around it, or in a PEFT prompt.
 
-No layout knows them: ranks with other batches would each train their own, and no norm or save would count them. So
-over ranks they are refused at the first step. In one process they train as in stock code, and the plan takes them
-(:mod:`.runtime.latecomers`).
+No layout covers such parameters: ranks with different batches would each train their own copy, and no norm or save
+would include them. So over several ranks, the first step raises an error. In one process they train as in stock code,
+and are added to the plan (:mod:`.runtime.latecomers`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ from .runtime import Runtime
 
 
 def trained_around(runtime: Runtime, model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return trained parameters of ``model`` that are not of the parallelized model in it, by name; in one process,
-    also those that were put into it.
+    """Return trained parameters of ``model`` that do not belong to the parallelized model inside it, by name. In one
+    process, parameters that were added to the parallelized model later are returned, too.
     """
     if late := runtime.latecomers():
         live = runtime.live_parameters()
@@ -35,41 +35,43 @@ def trained_around(runtime: Runtime, model: nn.Module) -> dict[str, nn.Parameter
 
 
 def refuse_loss_around(runtime: Runtime, model: nn.Module) -> None:
-    """Raise :class:`ConfigError` for a loss that is computed around the model, in any layout."""
+    """Raise :class:`ConfigError` for a loss that a wrapper around the model computes, in any layout."""
     if computes_loss(model):
         raise ConfigError(
-            f"the loss must be that of {class_name(runtime.model)}, got PEFT's CPT, which computes another of logits "
-            "that a training step does not have: train it in one process, by loss = model(**batch).loss; "
+            f"the loss must be the loss of {class_name(runtime.model)}, got PEFT's CPT, which computes another loss "
+            "from full logits, but a training step has none: train CPT in one process, by loss = model(**batch).loss; "
             "loss.backward()"
         )
 
 
 def refuse_trained_around(runtime: Runtime, model: nn.Module) -> None:
-    """Raise :class:`ConfigError` for such parameters over several ranks."""
+    """Raise :class:`ConfigError` for trained parameters outside of the model over several ranks."""
     layout = runtime.mesh.layout
     if layout.total_size == 1 or not (trained := trained_around(runtime, model)):
         return
     raise ConfigError(
-        f"{class_name(model)} trains {', '.join(list(trained)[:3])} around {class_name(runtime.model)}, which "
-        f"{layout.describe()} does not know: each rank would train its own. Put it into the model before "
+        f"{class_name(model)} trains {', '.join(list(trained)[:3])} outside of {class_name(runtime.model)}, which "
+        f"{layout.describe()} does not cover, so each rank would train its own copy: put it into the model before "
         "hfscale.parallelize, adapt the layers by hfscale.get_peft_model (LoRA, IA3, LoHa), freeze it, or use one "
         "process"
     )
 
 
 def refuse_without_around(runtime: Runtime, model: nn.Module, call: str, instead: str) -> None:
-    """Raise :class:`ConfigError`, in any layout, if ``call`` would leave such parameters out, as a save does."""
+    """Raise :class:`ConfigError`, in any layout, if ``call`` (a save) would omit trained parameters outside of the
+    model.
+    """
     trained = list(trained_around(runtime, model))
     if trained:
         raise ConfigError(
-            f"{call} is of {class_name(runtime.model)} as it was built, and would leave out what trains in it, or "
-            f"around it, since then ({', '.join(trained[:3])}): {instead}"
+            f"{call} writes {class_name(runtime.model)} as it was built, and would omit trainable parameters that were "
+            f"added later in or around the model ({', '.join(trained[:3])}): {instead}"
         )
 
 
 def labels_around(model: nn.Module, batch: Any) -> float | None:
-    """Return how many labels a step has where PEFT puts tokens of a prompt in front, so that each row's first label is
-    predicted too; ``None`` without such a prompt.
+    """Return the number of labels of a step if PEFT prepends prompt tokens to each row, so that the row's first label
+    is predicted, too; ``None`` without such a prompt.
     """
     if not puts_tokens_in_front(model):
         return None

@@ -1,4 +1,4 @@
-"""Share the rows of a step out over data ranks and microbatches by what they cost."""
+"""Divide the rows of a step over data ranks and microbatches by their computing time."""
 
 from collections.abc import Sequence
 from numbers import Integral
@@ -24,9 +24,9 @@ def balanced_batches(
     padded: bool = True,
     **order: Any,
 ) -> BatchRebalanceSampler:
-    """Return a ``batch_sampler`` for this rank whose batches, of few rows or many, take equally long on all data ranks,
-    by the planner's seconds of a token and of a pair of tokens. A step has the same rows in every layout, and so its
-    loss, a mean over all labels, does not change::
+    """Return a ``batch_sampler`` for this rank, whose batches vary in their number of rows so that they take equally
+    long on all data ranks. Times are estimated with the planner's seconds per token and per pair of tokens. A step has
+    the same rows in every layout, so its loss (the mean over all labels) does not change::
 
         sampler = hfscale.balanced_batches(model, lengths, batch_size=64, microbatches=4)
         batches = iter(DataLoader(rows, batch_sampler=sampler, collate_fn=collate))
@@ -34,12 +34,12 @@ def balanced_batches(
             loss = hfscale.train_step(model, step)
 
     Args:
-        lengths: the tokens of each row; of a row of several texts that do not see each other, a list of theirs.
-        batch_size: rows of a step, over all data ranks.
-        microbatches: batches that each rank has in a step; through stages, the schedule's.
-        padded: whether rows are padded to the longest of their batch; or they lie behind each other.
+        lengths: the number of tokens of each row; for a packed row, a list of the lengths of its texts.
+        batch_size: rows per step, over all data ranks.
+        microbatches: batches per rank in a step; with pipeline stages, the microbatches of the schedule.
+        padded: whether rows are padded to the longest row of their batch; otherwise they are concatenated.
         order: ``shuffle``, ``seed`` and ``drop_last`` of transformers' ``BatchRebalanceSampler``. With
-            ``drop_last=False`` rows are repeated where an epoch's last step has too few for all ranks.
+            ``drop_last=False``, rows are repeated if an epoch's last step has too few rows for all ranks.
 
     Raises:
         ConfigError: a step has fewer rows than all ranks have microbatches.

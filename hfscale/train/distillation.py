@@ -1,12 +1,13 @@
-"""Distill a teacher, which has a layout, precision and quantization of its own, into a student on the same ranks.
+"""Distill a teacher into a student on the same ranks; the teacher has its own layout, precision and quantization.
 
-The teacher runs first, up to its head; its last hidden states move to the ranks that have the student's head, never
-logits. Its head is copied there once, cut over the vocabulary as the student's is::
+The teacher runs first, up to its output head. Its last hidden states, not its logits, are sent to the ranks that have
+the student's head. The teacher's head is copied to these ranks once, sharded over the vocabulary like the student's
+head::
 
     batches --teacher's layout--> hidden states [b, s, h] --rows and tokens of this rank--+--> chunks of rows: both
     microbatches --student's layout--> hidden states of this rank's rows and tokens ------+    heads, divergence
 
-:mod:`hfscale.train.teacher` puts files between the two.
+:mod:`hfscale.train.teacher` can store the teacher's output in files between the two models.
 """
 
 import hashlib
@@ -52,31 +53,31 @@ class ModelTeacher:
         self.temperature = temperature
         self._teacher, self._student = runtime_of(model), runtime_of(student)
         self._loss = loss_over_vocabulary(self._student)
-        self._head: TeacherRows | None = None  # without rows; made behind the first pass
-        # The operations behind the teacher's head, where this rank has it.
+        self._head: TeacherRows | None = None  # without rows; created after the first forward pass
+        # The operations after the teacher's head, on ranks that have the head.
         self._finish: tuple[Any] | None = None
         check_vocabulary(vocabulary_of(self._teacher), self._student)
         self._check_adapters()
-        # Which distinct batches of the student's this rank runs: all that the ranks of the teacher's batch have.
+        # The student's distinct batches that this rank runs: all batches of the ranks that share the teacher's batch.
         mesh = self._teacher.mesh
         own = self._student.mesh.batch_rank
         turns = dict[int, dict[int, None]]()
         for group, batch in mesh.all_gather_object((mesh.batch_rank, own)):
             turns.setdefault(group, {})[batch] = None
         self._turns = list(turns[mesh.batch_rank])
-        # As many on every rank.
+        # The same number on every rank.
         self._turns += self._turns[-1:] * (max(map(len, turns.values())) - len(self._turns))
 
     def check(self, runtime: Runtime) -> None:
-        """Refuse to teach another model than the student."""
+        """Raise :class:`ConfigError` for any model other than the student."""
         if runtime is not self._student:
             raise ConfigError(
-                "teacher was made for another student: make hfscale.Teacher(teacher, model) for this one"
+                "teacher was made for another student: make hfscale.Teacher(teacher, model) for this student"
             )
 
     @torch.no_grad()
     def signals(self, batch: Batch | Sequence[Batch]) -> list[tuple[Tensor, ...]]:
-        """Return what teaches each of this rank's batches, the last hidden states ``[b, s, h]``; collective."""
+        """Return the teacher's last hidden states ``[b, s, h]`` for each of this rank's batches; collective."""
         model = self._teacher.model
         itself = self._teacher is self._student
         signals = list[tuple[Tensor, ...]]()
@@ -98,7 +99,7 @@ class ModelTeacher:
         self, signals: Sequence[tuple[Tensor, ...]], counts: Sequence[Tensor]
     ) -> Objective:
         """Return the objective of a step: the sum of divergences, each microbatch's divided by its count."""
-        pieces = len(counts) // len(signals)  # microbatches that the schedule cuts of a batch
+        pieces = len(counts) // len(signals)  # microbatches into which the schedule splits a batch
 
         def loss(called: Any, microbatch: Microbatch, index: int) -> Tensor:
             with self._loss.distilling(
@@ -111,8 +112,9 @@ class ModelTeacher:
     def loss(
         self, batch: Batch, divisor: Tensor | float | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss of one batch, for a loop that calls ``loss.backward()``: the sum over labels, divided by
-        their number or ``divisor``; the sum of the entropies of the student's distributions; and the number of labels.
+        """Return three values for one batch, for a loop that calls ``loss.backward()``: the loss, a sum over labels
+        divided by their number or ``divisor``; the sum of the entropies of the student's distributions; and the number
+        of labels.
         """
         device = self._student.mesh.device
         if self._student.plan.stages is not None or self._student.mesh.layout.cuts_sequences:
@@ -143,7 +145,7 @@ class ModelTeacher:
         return self._taught(*(own_tokens(batch, signal[rows]).flatten(0, 1) for signal in signals))
 
     def _taught(self, hidden: Tensor) -> TaughtRows:
-        assert self._head is not None  # since the hidden states were made
+        assert self._head is not None  # set when the hidden states were computed
         return replace(self._head, hidden=hidden)
 
     def _own_batches(self, batch: Any) -> dict[int, Any]:
@@ -158,7 +160,9 @@ class ModelTeacher:
         return dict(every)
 
     def _copied_head(self) -> TeacherRows:
-        """Return the teacher's head over the student's slice of the vocabulary, on ranks with its head; collective."""
+        """Return the teacher's head for the student's vocabulary shard, on ranks with the student's head;
+        collective.
+        """
         runtime = self._teacher
         student = self._student
         mesh = self._student.mesh
@@ -205,12 +209,13 @@ class ModelTeacher:
             ]
             if runtime.mesh.largest(not added or any(name not in added for name in trained))[0]:
                 raise ConfigError(
-                    "the student can be its own teacher only where nothing but adapters train: give it a peft_config, "
-                    "or load the teacher as a model of its own"
+                    "the student can be its own teacher only where nothing but adapters train: give the student a "
+                    "peft_config, or load the teacher as a second model"
                 )
         elif any(adapter.base.startswith(f"{plan.head}.") for adapter in plan.adapters):
             raise ConfigError(
-                "the teacher has adapters of its head: merge them first (hfscale.merge_and_unload)"
+                "the teacher has adapters of its head, which distillation does not support: merge them first "
+                "(hfscale.merge_and_unload)"
             )
 
 
@@ -219,7 +224,7 @@ def scored(
     batch: Batch | Sequence[Batch],
     read: Callable[[Any, VocabularySlice], dict[str, Tensor]],
 ) -> list[Mapping[str, Tensor]]:
-    """Run a model up to its head; return what ``read`` makes of each batch's lazy logits, on all its ranks."""
+    """Run a model up to its head; return the result of ``read`` on each batch's lazy logits, on all of its ranks."""
     kept, loss = KeptOutputs(runtime), loss_over_vocabulary(runtime)
     microbatches, count = prepare(runtime, batch, train=False)
 
@@ -235,7 +240,7 @@ def scored(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch a model to evaluation in the with block."""
+    """Switch a model to evaluation mode inside the ``with`` block."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -246,7 +251,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def vocabulary_of(runtime: Runtime) -> dict[str, Any]:
-    """Return what tells a model's vocabulary from others."""
+    """Return properties that identify a model's vocabulary."""
     loss = loss_over_vocabulary(runtime)
     name = runtime.model.name_or_path
     size = runtime.plan.by_name[f"{runtime.plan.head}.weight"].shape[0]
@@ -259,30 +264,30 @@ def vocabulary_of(runtime: Runtime) -> dict[str, Any]:
 
 
 def check_vocabulary(its: Mapping[str, Any], student: Runtime) -> None:
-    """Refuse a teacher whose :func:`vocabulary_of` is not the student's; collective."""
+    """Raise :class:`ConfigError` if a teacher's :func:`vocabulary_of` differs from the student's; collective."""
     own = vocabulary_of(student)
     if its["vocabulary"] != own["vocabulary"] or its["shift"] != own["shift"]:
         raise ConfigError(
             f"the teacher has a vocabulary of {its['vocabulary']} tokens and the student one of {own['vocabulary']}, "
-            "and the divergence compares them token by token, of models that are both causal or both have an encoder: "
-            "use a teacher with the student's tokenizer; if only padding differs, load one with "
+            "but the divergence compares them token by token, between two causal models or two encoder-decoders: use "
+            "a teacher with the student's tokenizer; if only padding differs, load one with "
             "resize_token_embeddings=..."
         )
     apart = (
         None not in (its["tokenizer"], own["tokenizer"]) and its["tokenizer"] != own["tokenizer"]
     )
-    if student.mesh.largest(apart)[0]:  # a file may be missing on one node
+    if student.mesh.largest(apart)[0]:  # one node may lack a tokenizer file
         raise ConfigError(
-            f"the tokenizers beside the teacher ({its['model']}) and the student ({own['model']}) have different "
-            "vocabularies, and the divergence compares them token by token: use a teacher with the student's tokenizer"
+            f"the tokenizers of the teacher ({its['model']}) and the student ({own['model']}) have different "
+            "vocabularies, but the divergence compares them token by token: use a teacher with the student's tokenizer"
         )
 
 
 def loss_over_vocabulary(runtime: Runtime) -> StepLoss:
-    """Return the loss of a model; refuse one that is not over a vocabulary."""
+    """Return the loss of a model; raise :class:`ConfigError` if it is not a loss over a vocabulary."""
     if runtime.loss is None or runtime.plan.head is None or runtime.plan.loss is None:
         raise ConfigError(
-            f"{class_name(runtime.model)} has no loss over a vocabulary that hfscale computes: distill a causal "
+            f"{class_name(runtime.model)} has no loss over a vocabulary that hfscale can compute: distill a causal "
             "language model into another"
         )
     return runtime.loss
@@ -294,7 +299,7 @@ def _computes_in(runtime: Runtime) -> torch.dtype:
 
 
 def _tokenizer_of(model: Any) -> str | None:
-    """Return a checksum of the tokenizer's vocabulary beside a model's checkpoint; ``None`` where there is none."""
+    """Return a checksum of the vocabulary of the tokenizer in a model's checkpoint; ``None`` if it has no tokenizer."""
     if not model.name_or_path:
         return None
     try:
@@ -309,5 +314,5 @@ def _tokenizer_of(model: Any) -> str | None:
         ValueError,
         KeyError,
         ImportError,
-    ):  # no files, or of a kind that this process cannot read
+    ):  # the files are missing, or this process cannot read their format
         return None

@@ -1,5 +1,5 @@
-"""Compute the global norm of gradients that are sharded over ranks, clip by it, and skip steps where it or the loss is
-not finite: on all ranks together, counted, and up to a limit.
+"""Compute the global norm of gradients that are sharded over ranks, clip by this norm, and skip steps whose norm or
+loss is not finite. All ranks skip together; skipped steps are counted, and too many in a row raise an error.
 """
 
 import math
@@ -24,11 +24,11 @@ _Gradient = tuple[ParameterPlan, Tensor]
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale gradients so that their global norm is at most ``max_norm``; return the norm before scaling.
 
-    Every parameter counts once, wherever its shards are; the result is the same scalar on every rank. Same formula as
-    ``torch.nn.utils.clip_grad_norm_``.
+    Every parameter counts once, on whichever ranks its shards are; the result is the same scalar on every rank. The
+    formula is that of ``torch.nn.utils.clip_grad_norm_``.
 
     Raises:
-        ConfigError: ``max_norm`` is below 0, ``norm_type`` is not above 0, or one of them is not a number.
+        ConfigError: ``max_norm`` is below 0, ``norm_type`` is not above 0, or one of the two is not a number.
     """
     runtime = runtime_of(model)
     if not isinstance(max_norm, Tensor):
@@ -47,14 +47,16 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 
 def _global_norm(runtime: Runtime, here: list[_Gradient], norm_type: float) -> Tensor:
-    """Reduce norms of sharded gradients over just the axes that shard them, then the total over pipeline stages."""
+    """Reduce norms of sharded gradients over the axes that shard them, and then the total over pipeline stages."""
     mesh = runtime.mesh
     infinite = norm_type == float("inf")
     operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
     total: Tensor | None = None
     by_axes = _counted_by_axes(runtime, here)
     types = {gradient.dtype for _, gradient in here}
-    if mesh.layout.total_size > 1:  # the same on every rank, also on those that hold no gradient
+    if (
+        mesh.layout.total_size > 1
+    ):  # use one dtype on every rank, even on ranks that hold no gradient
         types |= {planned.dtype for planned in runtime.plan.owned()}
     wide = torch.float64 if torch.float64 in types else torch.float32
     for axes, gradients in sorted(by_axes.items()):  # the same order of collectives on every rank
@@ -62,7 +64,7 @@ def _global_norm(runtime: Runtime, here: list[_Gradient], norm_type: float) -> T
         for group in mesh.groups(*axes):
             dist.all_reduce(part, op=operation, group=group)
         total = part if total is None else torch.maximum(total, part) if infinite else total + part
-    assert total is not None  # a model has parameters
+    assert total is not None  # every model has parameters
     for group in mesh.groups("pp"):
         total = total.double()
         dist.all_reduce(total, op=operation, group=group)
@@ -71,14 +73,14 @@ def _global_norm(runtime: Runtime, here: list[_Gradient], norm_type: float) -> T
 
 
 def _counted_by_axes(runtime: Runtime, here: list[_Gradient]) -> dict[_Axes, list[Tensor]]:
-    """Group the gradients that this rank counts by the axes over which their parameter is cut."""
+    """Group the gradients that this rank counts by the axes that shard their parameter."""
     axes = {
         planned.name: tuple(cut.axis for cut in planned.cuts) for planned in runtime.plan.owned()
     }
     by_axes: dict[_Axes, list[Tensor]] = {axis_names: [] for axis_names in axes.values()}
     for planned, gradient in here:
         if runtime.counts(planned):
-            # The slices that no earlier rank has a replica of.
+            # Only the slices of which no earlier rank has a replica.
             counted = planned.counted(runtime.mesh.ranks)
             dim, spans = counted or (0, ())
             slices = [gradient.narrow(dim, start, stop - start) for start, stop in spans]
@@ -89,7 +91,7 @@ def _counted_by_axes(runtime: Runtime, here: list[_Gradient]) -> dict[_Axes, lis
 def _joined_norm(
     grads: list[Tensor], norm_type: float, wide: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the largest norm of ``grads``, or the sum of their powers: a scalar of the type ``wide``."""
+    """Return the largest norm of ``grads``, or the sum of their powers, as a scalar of dtype ``wide``."""
     grads = [grad for grad in grads if grad.numel()]
     if not grads:
         return torch.zeros((), dtype=wide, device=device)
@@ -116,8 +118,8 @@ class BadSteps:
         scheduler.step()
         optimizer.zero_grad()
 
-    Loss and norm are those of the whole step and the whole model, the same on every rank, so all ranks decide alike
-    without communication. It has a state, for :func:`hfscale.save_state`.
+    Loss and norm are global values of the step and the model, equal on every rank, so all ranks make the same decision
+    without communication. The counts can be saved with :func:`hfscale.save_state`.
 
     Attributes:
         limit: number of bad steps in a row that raises an error.
@@ -133,7 +135,9 @@ class BadSteps:
         check_count("limit", self.limit)
 
     def may_step(self, loss: Tensor | float, norm: Tensor | float) -> bool:
-        """Return whether loss and norm are finite; else count, and raise :class:`BadStepError` at the ``limit``."""
+        """Return whether loss and norm are finite; otherwise count the step, and raise :class:`BadStepError` at
+        ``limit``.
+        """
         if math.isfinite(float(loss)) and math.isfinite(float(norm)):
             self.in_a_row = 0
             return True
@@ -142,8 +146,8 @@ class BadSteps:
         if self.in_a_row >= self.limit:
             raise BadStepError(
                 f"{self.in_a_row} steps in a row had a loss or gradients that were not finite (the last: loss "
-                f"{float(loss)}, norm {float(norm)}): go on from an earlier state with a lower learning rate, or "
-                "look at the data of these steps"
+                f"{float(loss)}, norm {float(norm)}): resume from an earlier state with a lower learning rate, or "
+                "check the data of these steps"
             )
         return False
 

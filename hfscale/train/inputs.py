@@ -41,12 +41,12 @@ _INDICES = (
 )
 _TENSORS = (*_INDICES, "inputs_embeds", "labels", "shift_labels", ROUTES)
 _WHOLE = (torch.int64, torch.int32)
-_FILLERS = {"labels": -100, "shift_labels": -100, ROUTES: -1}  # where not 0
-_NEAR = 0.93  # similarity from which an unknown name is taken for a misspelt one
+_FILLERS = {"labels": -100, "shift_labels": -100, ROUTES: -1}  # padding values other than 0
+_NEAR = 0.93  # similarity from which an unknown name counts as misspelled
 
 
 def microbatches_of(batch: Batch | Sequence[Batch], routes: Any = None) -> list[dict[str, Any]]:
-    """Return the ``batch`` of a step, a mapping or a list of mappings, as dictionaries with ``routes`` among them."""
+    """Return the ``batch`` of a step, a mapping or a list of mappings, as dictionaries that include ``routes``."""
     listed: Any = [batch] if isinstance(batch, Mapping) else batch
     batches = (
         list(listed)
@@ -61,8 +61,8 @@ def microbatches_of(batch: Batch | Sequence[Batch], routes: Any = None) -> list[
                 else type(each).__name__
             )
             raise ConfigError(
-                f"a step takes a batch, a mapping of tensors by the names of the model's arguments, or a list of such "
-                f"microbatches, and found a {what}"
+                "a step takes a batch (a mapping of tensors, by the names of the model's arguments) or a list of such "
+                f"microbatches, but found a {what}"
             )
     if not batches:
         raise ConfigError("a step got an empty list of microbatches: pass at least one")
@@ -71,7 +71,7 @@ def microbatches_of(batch: Batch | Sequence[Batch], routes: Any = None) -> list[
     given = [routes] if isinstance(routes, Tensor) else list(routes)
     if len(given) != len(batches):
         raise ConfigError(
-            f"routes= has {len(given)} tensors for {len(batches)} batches: give one for each"
+            f"routes= has {len(given)} tensors for {len(batches)} batches: pass one tensor for each batch"
         )
     return [
         {
@@ -87,17 +87,19 @@ def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss)
     names, takes_more = forward_arguments(stock_class(runtime.model).forward)
     if loss.needs_labels and batch.get("labels") is None:
         raise ConfigError(
-            f"a step needs 'labels' in every batch, and found only {', '.join(batch)}"
+            f"a step needs 'labels' in every batch, but found only {', '.join(batch)}"
         )
     _check_names(batch, names, takes_more or not loss.needs_labels)
     for name, value in batch.items():
         _check_value(name, value, runtime.mesh.device)
     if batch.get("logits_to_keep"):
         raise ConfigError(
-            "logits_to_keep leaves positions without logits, and the loss is over all of them: leave it out"
+            "logits_to_keep leaves positions without logits, but the loss covers all positions: leave it out"
         )
     refuse_lengths_alone(batch)
-    labels = ("labels", "shift_labels") if loss.ignores else ()  # others may be regression targets
+    labels = (
+        ("labels", "shift_labels") if loss.ignores else ()
+    )  # labels of other losses may be regression targets
     for name in (*_INDICES, *labels, ROUTES):
         value = batch.get(name)
         if value is not None and value.dtype not in _WHOLE:
@@ -107,7 +109,7 @@ def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss)
     embeds = batch.get("inputs_embeds")
     if embeds is not None and not embeds.is_floating_point():
         raise ConfigError(
-            f"inputs_embeds must be vectors of a floating-point type, got {embeds.dtype}: use .float()"
+            f"inputs_embeds must be vectors of a floating-point dtype, got {embeds.dtype}: use .float()"
         )
     if "input_ids" in names:
         _check_shapes(runtime, batch, loss)
@@ -129,8 +131,8 @@ def _check_names(
 def _check_value(name: str, value: Any, device: torch.device) -> None:
     if isinstance(value, list | ndarray):
         raise ConfigError(
-            f"{name} is a {type(value).__name__}: give tensors, [rows, tokens], as a collator of transformers makes "
-            "them of rows (DataCollatorForLanguageModeling, default_data_collator), or torch.tensor(...)"
+            f"{name} is a {type(value).__name__}: give tensors, [rows, tokens], made by a collator of "
+            "transformers (DataCollatorForLanguageModeling, default_data_collator) or by torch.tensor(...)"
         )
     if isinstance(value, str | bytes) or (
         name in _TENSORS and not isinstance(value, Tensor | None)
@@ -155,11 +157,12 @@ def _check_shapes(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss) ->
     embeds = batch.get("inputs_embeds")
     if causal and (ids is None) == (embeds is None):
         raise ConfigError(
-            f"a batch needs input_ids or inputs_embeds, one of the two, and found {', '.join(batch)}"
+            f"a batch needs exactly one of input_ids and inputs_embeds, got {', '.join(batch)}"
         )
     if ids is not None and (ids.ndim < 2 or (causal and ids.ndim > 2)):
         raise ConfigError(
-            f"input_ids is {list(ids.shape)}: give [rows, tokens], one row by input_ids.unsqueeze(0), and labels alike"
+            f"input_ids is {list(ids.shape)}: give [rows, tokens], for one row input_ids.unsqueeze(0), and labels of "
+            "the same shape"
         )
     if embeds is not None and causal:
         _check_embeds(runtime, embeds)
@@ -186,7 +189,7 @@ def _check_beside(
         value = batch.get(name)
         if value is not None and value.shape != place:
             raise ConfigError(
-                f"{name} are {list(value.shape)} {beside}: every token has a label, -100 where it does not count"
+                f"{name} are {list(value.shape)} {beside}: give every token a label, -100 where it does not count"
             )
     mask = batch.get("attention_mask")
     positions = batch.get("position_ids")
@@ -216,14 +219,14 @@ def prepare(
     routes: Any = None,
 ) -> tuple[list[Microbatch], Tensor]:
     """Return the microbatches on this rank's device, and the number of valid labels for ``loss`` (by default the
-    model's) in the whole step, at least 1. Raise :class:`ConfigError` on every rank, if one refuses its batch or the
-    model cannot be trained this way.
+    model's loss) in the whole step, at least 1. Raise :class:`ConfigError` on every rank if any rank refuses its batch,
+    or if the model cannot be trained this way.
     """
     mesh = runtime.mesh
     rows = list[Counts]()
     refused = None
     microbatches = list[Microbatch]()
-    runtime.data.release()  # what FSDP2 holds at rest is looked at
+    runtime.data.release()  # the checks read FSDP2's shards, not gathered parameters
     with runtime.contents.fixed():
         before_step(runtime) if train else check_model(runtime)
         loss = _loss_of(runtime, loss)
@@ -253,7 +256,7 @@ def prepare(
 def _tell_what_is_hardly_meant(
     runtime: Runtime, loss: StepLoss, rows: Sequence[Counts], total: int
 ) -> None:
-    """Warn, on one rank, of what stock code takes in silence."""
+    """Warn, on one rank, of probable mistakes in a batch that stock code accepts silently."""
     if runtime.mesh.speaks_for_batch and any(row.numbered for row in rows):
         tell_of_numbers()
     counts_labels = loss.needs_labels and loss.ignores
@@ -273,7 +276,7 @@ def _as_the_model_takes(
     moved = to_device(microbatches, device)
     if takes_argument(model, "use_cache"):
         for microbatch in moved:
-            # A cache of keys and values is for generation.
+            # A cache of keys and values is needed only for generation.
             microbatch.setdefault("use_cache", False)
     return moved
 
@@ -295,7 +298,7 @@ def _agreed(
         seen = look_at(
             given, loss.count_labels, hashed=sharing is not None, tokens=_vocabulary(runtime, given)
         )
-    except ConfigError as error:  # the others must not wait for this rank
+    except ConfigError as error:  # the other ranks must not wait for this rank
         refused = error
         told = executor.numbers_to_compare(False) if agrees else told
     rows, ranks = agree(given, seen, train, sharing if agrees else None, *told)
@@ -307,17 +310,19 @@ def _agreed(
 
 
 def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
-    """Return the loss that the step is normalized for; refuse models and parameters that no batch can train."""
+    """Return the loss for which the step is normalized; raise for models and parameters that no batch can train."""
     loss = asked or runtime.loss
     if loss is None:
         raise ConfigError(
-            f"train_step normalizes a causal language model's loss, and {class_name(runtime.model)} has another "
-            f"(loss_type {getattr(runtime.model, 'loss_type', None)!r}): give train_step a loss_fn, or loop over loss "
-            "= model(**batch).loss and loss.backward() instead"
+            f"train_step normalizes a causal language model's loss, but {class_name(runtime.model)} has another "
+            f"loss (loss_type {getattr(runtime.model, 'loss_type', None)!r}): pass train_step a loss_fn, or loop over "
+            "loss = model(**batch).loss and loss.backward() instead"
         )
-    if runtime.mesh.layout.total_size == 1:  # its plan takes what was added
+    if runtime.mesh.layout.total_size == 1:  # in one process, added parameters join the plan
         return loss
-    known = runtime.plan.by_name  # and not parameters that were added since the model was built
+    known = (
+        runtime.plan.by_name
+    )  # does not contain parameters that were added after the model was built
 
     def added(live: Mapping[str, nn.Parameter]) -> list[str]:
         strange = {name for name in live.keys() - known.keys() if stock_name(name) not in known}
@@ -331,14 +336,14 @@ def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
             else []
         )
 
-    # second names, which cost less to find, may be of parameters in the plan
+    # an unknown name may be a second name of a parameter in the plan
     if added(runtime.live_parameters()) and (
         unknown := added(dict(runtime.model.named_parameters()))
     ):
         raise ConfigError(
-            f"{len(unknown)} parameters that train are not in the plan, {unknown[0]} for one, so their gradients "
-            "would not be summed: give adapters to hfscale.get_peft_model(model, config), and change a model "
-            "otherwise before it is parallelized"
+            f"{len(unknown)} parameters that train are not in the plan, for example {unknown[0]}, so their gradients "
+            "would not be summed over ranks: add adapters with hfscale.get_peft_model(model, config), and make any "
+            "other change before the model is parallelized"
         )
     return loss
 
@@ -361,8 +366,8 @@ def _refuse_outside(runtime: Runtime, outside: int) -> None:
         head = runtime.plan.by_name.get(f"{runtime.plan.head}.weight")
         known = (runtime.plan.lookup_shape or (0,))[0] if head is None else head.shape[0]
         raise ConfigError(
-            f"{outside} labels or input tokens are outside of the vocabulary of {known}: mask labels with -100, and "
-            "resize the embeddings for a tokenizer with more tokens before the model is parallelized"
+            f"{outside} labels or input tokens are outside of the vocabulary of {known} tokens: mask labels with -100, "
+            "and resize the embeddings for a tokenizer with more tokens before the model is parallelized"
         )
 
 
@@ -388,7 +393,9 @@ def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> l
 
 
 def _without_gaps(runtime: Runtime, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``batch``, or, if it has no rows, padding with ignored labels: the rank must join every collective."""
+    """Return ``batch``, or, if it has no rows, padding with ignored labels, because the rank must join all
+    collectives.
+    """
     tokens = next(
         (
             batch[name]

@@ -15,7 +15,9 @@ from .runtime.batches import Microbatch
 def from_last_stage(
     runtime: Runtime, made: Sequence[Mapping[Any, Tensor]]
 ) -> list[dict[Any, Tensor]]:
-    """Return what the last stage has ``made``, by key, on all ranks of its pipeline, without a graph; collective."""
+    """Return the tensors that the last stage has ``made``, by key, on all ranks of its pipeline, detached;
+    collective.
+    """
     group = runtime.mesh.group("pp")
     stages = runtime.plan.stages
     own = [{name: tensor.detach() for name, tensor in each.items()} for each in made]
@@ -35,7 +37,7 @@ def from_last_stage(
     else:
         outputs = _empty(told[0] or (), runtime.mesh.device)
     for tensor in (tensor for each in outputs for tensor in each.values()):
-        # Booleans as bytes: not every backend can send them.
+        # Booleans are sent as bytes, because not every backend supports booleans.
         dist.broadcast(
             tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor,
             src=source,
@@ -62,7 +64,7 @@ class KeptOutputs:
         """Return the objective ``mean``, with the model's outputs kept."""
 
         def loss(called: Any, batch: Microbatch, index: int) -> Tensor:
-            assert self._runtime.loss is not None  # checked as the step was prepared
+            assert self._runtime.loss is not None  # checked when the step was prepared
             with self._runtime.loss.keeping_outputs() as outputs:
                 loss = mean.loss(called, batch, index)
             self.keep(outputs[0], batch, index)
@@ -84,7 +86,7 @@ class KeptOutputs:
         self._kept[index] = {name: gather(batch, value) for name, value in values.items()}
 
     def gathered(self, given: int) -> list[ModelOutput]:
-        """Return, on all stages, an output for each of ``given`` batches, of its microbatches together; collective."""
+        """Return, on all stages, one output for each of ``given`` batches, joined from its microbatches; collective."""
         kept = [self._kept[index] for index in sorted(self._kept)]
         size = max(len(kept) // given, 1)
         groups = [kept[start : start + size] for start in range(0, len(kept), size)]

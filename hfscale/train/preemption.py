@@ -1,8 +1,8 @@
-"""Stop all ranks after the same step when a signal announces the end of a preempted machine.
+"""Stop all ranks after the same step when a signal announces that a machine will be preempted.
 
-The signal reaches processes at different moments, some of them never (Slurm signals one per node). So every step ends
-with the question whether any rank was signalled, an all-reduce of one number on the host. A rank that waits for a dead
-one never gets to ask: a thread ends its process when the time is up.
+The signal reaches processes at different moments, and some processes never (Slurm signals one process per node). So at
+the end of every step, an all-reduce of one number on the CPU tells all ranks whether any rank was signalled. A rank
+that waits for a dead rank never reaches this all-reduce, so a thread ends its process after a time limit.
 """
 
 import os
@@ -26,18 +26,18 @@ _listener: "list[_Listener]" = []
 
 
 class Preempted(SystemExit):
-    """Raise this to end a process that got a stop signal, once its state is saved: exit code 75, "try again"."""
+    """Raise this to end a process that got a stop signal, after its state was saved: exit code 75, "try again"."""
 
     def __init__(self) -> None:
         super().__init__(CODE)
 
 
 def preempted(model: nn.Module, *, patience: float = 20.0) -> bool:
-    """Return whether some rank was sent SIGTERM or SIGUSR1: the same answer on every rank; call it after each step.
+    """Return whether any rank received SIGTERM or SIGUSR1, with the same answer on every rank; call it after each step.
 
-    The first call installs signal handlers, so make it before the first step. A process that got the signal and does
-    not call this within ``patience`` seconds, because it waits for one that is gone, ends with exit code 75. A running
-    save is not cut short: the seconds count from its end::
+    The first call installs signal handlers, so make it before the first step. If a process got the signal but does not
+    call this function within ``patience`` seconds, because it waits for a dead rank, it ends with exit code 75. A
+    running save is not interrupted: the seconds then count from the save's end::
 
         for step in range(start, steps):
             if hfscale.preempted(model):
@@ -52,8 +52,8 @@ def preempted(model: nn.Module, *, patience: float = 20.0) -> bool:
     if not _listener:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError(
-                "preempted must first be called in the main thread, which alone can handle signals: call it "
-                "before threads start"
+                "the first call of preempted must be in the main thread, because only the main thread can handle "
+                "signals: call it before threads start"
             )
         _listener.append(_Listener(patience))
     listener = _listener[0]
@@ -68,14 +68,15 @@ class _Listener:
     """Install signal handlers, and a thread that ends the process if nobody reacts to a signal."""
 
     def __init__(self, patience: float) -> None:
-        # told: whether a signal came
+        # told: whether a signal was received
         self.told = False
         self.patience = patience
-        # Set once the training loop knows of it, or the listener is closed.
+        # Set when the training loop has read the signal, or when the listener is closed.
         self.answered = threading.Event()
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
-        # Python runs handlers between two lines of Python: not while the main thread waits for another rank.
+        # Python runs signal handlers between two Python instructions, so not while the main thread waits for another
+        # rank.
         self._woken = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
         self._thread = threading.Thread(target=self._watch, name="hfscale-preemption", daemon=True)
@@ -110,9 +111,9 @@ class _Listener:
         else:
             return
         print(
-            f"hfscale: {signal.Signals(number[0]).name} came {time.monotonic() - came:.0f} s ago, and the step has not "
-            "ended: this process waits for another, which is gone, or its steps take longer (preempted(model, "
-            "patience=...)). Ending it",
+            f"hfscale: {signal.Signals(number[0]).name} came {time.monotonic() - came:.0f} s ago, and the step has "
+            "not ended: this process waits for a process that is gone, or its steps take longer than patience "
+            "(preempted(model, patience=...)). Ending this process",
             file=sys.stderr,
             flush=True,
         )
@@ -120,6 +121,6 @@ class _Listener:
 
 
 def stop_listening() -> None:
-    """Restore the signal handlers that :func:`preempted` replaced; for a loop that ends before its process."""
+    """Restore the signal handlers that :func:`preempted` replaced, for a training loop that ends before its process."""
     while _listener:
         _listener.pop().close()

@@ -1,4 +1,4 @@
-"""Run training and evaluation steps: the same few lines for every layout."""
+"""Run training and evaluation steps with the same code for every layout."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -37,36 +37,41 @@ def train_step(
 ) -> Tensor:
     """Run forward and backward over this rank's batch, and leave reduced gradients in ``.grad``.
 
-    Loss and gradients are those of the mean over *all* valid labels of the step: every microbatch of every distinct
-    batch counts by its number of labels, however the step was divided. Models with a loss of their own are weighted by
-    rows or by labels, whichever it averages; ``print(plan)`` says which. Losses that :class:`hfscale.RoutingConfig`
-    adds are means over the tokens of the step: in the gradients, not in the returned loss; see
-    :func:`hfscale.expert_load`. Those of layers beyond the model's own are in both. Gradients add to ``.grad``.
+    The loss is the mean over *all* valid labels of the step: every microbatch of every distinct batch is weighted by
+    its number of labels, however the step was divided. A model with its own loss is weighted by rows or by labels,
+    whichever its loss averages; ``print(plan)`` shows which. Losses that :class:`hfscale.RoutingConfig` adds are means
+    over the tokens of the step; they are in the gradients, but not in the returned loss (see
+    :func:`hfscale.expert_load`). Losses of layers in addition to the stock model are in both. Gradients are added
+    to ``.grad``.
 
     Args:
-        batch: the keyword arguments of one forward pass, ``labels`` included, or a list of such (gradient
-            accumulation). Ranks that share a batch (tensor ranks) pass the same one; see :func:`hfscale.batch_rank`.
-            Every rank passes the same number of microbatches; one without rows counts nothing. Through pipeline stages,
-            the list is the microbatches of the schedule; one batch is cut into ``num_microbatches`` along its rows.
-        loss_fn: a loss of your own, for any class: ``loss_fn(outputs, batch) -> (sum, count)`` of a microbatch, where
-            ``outputs`` is the model's output for it without ``labels``, with full logits, and ``batch`` all of its
-            arguments, also those the model does not take. The step's loss is the sum of sums over the sum of counts, of
-            all microbatches and distinct batches. It is called on the rank that has the head: with stages, the last
-            one. There a batch may be cut between its rows: pass pairs of rows as a list of microbatches.
+        batch: the keyword arguments of one forward pass, including ``labels``, or a list of such batches (gradient
+            accumulation). Ranks that share a batch (tensor ranks) pass the same batch; see :func:`hfscale.batch_rank`.
+            Every rank passes the same number of microbatches; a microbatch may have no rows. With pipeline stages, the
+            list contains the microbatches of the schedule, and a single batch is split into ``num_microbatches`` along
+            its rows.
+        loss_fn: your own loss, for any model class: ``loss_fn(outputs, batch) -> (sum, count)``, called for each
+            microbatch. ``outputs`` is the model's output without ``labels``, with full logits; ``batch`` contains all
+            arguments of the microbatch, even arguments that the model does not accept. The step's loss is the total
+            sum over the total count of all microbatches and distinct batches. ``loss_fn`` is called on the rank that
+            has the head: with pipeline stages, the last stage. With stages, a batch may be split between any of its
+            rows: if rows belong together in pairs, pass a list of microbatches.
         label_smoothing: fraction, 0 to 1, of every target's probability that is spread evenly over the vocabulary.
         num_items_in_batch: divisor of the sum over all valid labels of the step, the same on every rank; by default,
-            their number. Or a list with the divisor of each batch's sum: batches of 10, 30, 20 and 20 labels with
-            ``[40, 120, 80, 80]`` add up to the mean of their means.
-        score_loss: a loss of your own: ``score_loss(scores, index)`` returns a scalar for the scores of a microbatch
-            (:class:`hfscale.TokenScores`) and its index in the list. The step's loss is their sum, averaged over the
-            distinct batches. It is called on the rank that has the head: with stages, the last one.
+            the number of valid labels. Or a list with a divisor for each batch's sum: for batches of 10, 30, 20 and 20
+            labels, ``[40, 120, 80, 80]`` gives the mean of the four means.
+        score_loss: your own loss of token scores: ``score_loss(scores, index)`` returns a scalar for the scores of a
+            microbatch (:class:`hfscale.TokenScores`) and its index in the list. The step's loss is the sum over
+            microbatches, averaged over the distinct batches. ``score_loss`` is called on the rank that has the head:
+            with pipeline stages, the last stage.
         temperature: divisor of the logits for ``score_loss``.
-        routes: the experts of every token, or a list of such for a list of batches: see :func:`hfscale.record_routes`.
-        teacher: makes the loss of a label the divergence from this teacher's distribution of it.
+        routes: the experts of every token, one tensor for each batch: see :func:`hfscale.record_routes`.
+        teacher: a :class:`hfscale.Teacher`; the loss of each label becomes the divergence from the teacher's
+            distribution.
 
     Returns:
         the loss, a scalar without a graph, equal on every rank; 0 if the step has no valid label. With schedules
-        without a flush, loss and gradients are those of an earlier batch: see :func:`drain`.
+        without a flush, loss and gradients belong to an earlier batch: see :func:`drain`.
     """
     runtime = runtime_of(model)
     refuse_loss_around(runtime, model)
@@ -103,7 +108,7 @@ def _check_losses(
     temperature: float,
     teacher: ModelTeacher | None,
 ) -> None:
-    """Refuse combinations of arguments that belong to different losses."""
+    """Raise :class:`ConfigError` if arguments of different losses are combined."""
     _check_teacher(runtime, teacher, bool(loss_fn or score_loss or smoothing))
     if (loss_fn or score_loss) and runtime.plan.adds_loss:
         _refuse_beside("loss_fn or score_loss", runtime.plan.adds_loss)
@@ -116,7 +121,7 @@ def _check_losses(
         _refuse_beside("score_loss", "label_smoothing and num_items_in_batch")
     if score_loss is None and temperature != 1:
         raise ConfigError(
-            f"temperature={temperature} needs a score_loss, and there is none: leave it out"
+            f"temperature={temperature} needs score_loss=, which is missing: leave it out"
         )
 
 
@@ -125,7 +130,7 @@ def _check_teacher(runtime: Runtime, teacher: ModelTeacher | None, other: bool) 
         return
     if not isinstance(teacher, ModelTeacher):
         raise ConfigError(
-            f"teacher must be hfscale.Teacher(teacher, model), got {type(teacher).__name__}"
+            f"teacher must be an hfscale.Teacher, got {type(teacher).__name__}: pass hfscale.Teacher(teacher, model)"
         )
     teacher.check(runtime)
     refuse_without_flush(runtime, "teacher")
@@ -141,8 +146,8 @@ def _refuse_beside(loss: str, names: str) -> None:
 def drain(model: nn.Module) -> Iterator[Tensor]:
     """Finish the microbatches that a schedule without a flush has in flight; do nothing with any other schedule.
 
-    ``pipedream`` and ``pipedream_2bw`` return gradients of earlier batches than the last one: at the end of a run
-    ``p - 1`` updates, or one, are missing. Continue with a loop like the one before::
+    With ``pipedream`` and ``pipedream_2bw``, a step returns the gradients of an earlier batch, so at the end of a run,
+    ``p - 1`` updates or one update are missing. Take these updates in a loop like the training loop::
 
         for loss in hfscale.drain(model):
             hfscale.clip_grad_norm_(model, 1.0)
@@ -150,8 +155,8 @@ def drain(model: nn.Module) -> Iterator[Tensor]:
             optimizer.zero_grad()
 
     Yields:
-        the next batch's loss, once its gradients are in ``.grad``; as many times on every rank. Together with those
-        that ``train_step`` returned, these are the losses of all batches, each once.
+        the next batch's loss, when its gradients are in ``.grad``, equally often on every rank. ``train_step`` and this
+        loop together return the loss of each batch exactly once.
     """
     yield from runtime_of(model).executor.drain()
 
@@ -168,15 +173,16 @@ def eval_step(
     teacher: ModelTeacher | None = None,
 ) -> Any:
     """Return the loss that :func:`train_step` would return, without gradients, in the model's current mode, and without
-    those of layers beyond the model's own.
+    the losses of layers in addition to the stock model.
 
     Args:
-        loss_fn, label_smoothing, num_items_in_batch, teacher: as for :func:`train_step`.
-        return_outputs: return the model's outputs of this rank's batch as well.
+        loss_fn, label_smoothing, num_items_in_batch, teacher: see :func:`train_step`.
+        return_outputs: also return the model's outputs for this rank's batch.
 
     Returns:
-        the loss, a scalar tensor; with ``return_outputs``, also the outputs: full tensors by the stock model's names
-        (``outputs.logits``) on every rank and stage. A list for a list of batches. They are as large as in one process.
+        the loss, a scalar tensor; with ``return_outputs``, also the outputs: full tensors, under the stock model's
+        names (``outputs.logits``), on every rank and stage. For a list of batches, a list of outputs is returned.
+        Outputs are as large as in one process.
     """
     runtime = runtime_of(model)
     check_number("label_smoothing", label_smoothing, least=0, most=1)
@@ -205,22 +211,23 @@ def eval_step(
 def _divisors(
     count: Tensor, asked: float | Sequence[float] | None, microbatches: int
 ) -> list[Tensor]:
-    """Return the divisor of each microbatch's sum over labels: the same for those cut from one batch."""
+    """Return the divisor of each microbatch's sum over labels; microbatches that were split from one batch share it."""
     if asked is None:
         return [count] * microbatches
     given = list(asked) if isinstance(asked, Sequence) and not isinstance(asked, str) else [asked]
     if not given or microbatches % len(given):
         raise ConfigError(
-            f"num_items_in_batch has {len(given)} numbers for a step of {microbatches} microbatches: give one, or one "
-            "for each batch of the list"
+            f"num_items_in_batch has {len(given)} numbers for a step of {microbatches} microbatches: pass one number "
+            "for the step, or one for each microbatch"
         )
     values = [_divisor(batch, count, len(given) == 1) for batch in given]
     return [values[index * len(given) // microbatches] for index in range(microbatches)]
 
 
 def _divisor(asked: Any, count: Tensor, alone: bool) -> Tensor:
-    """Return one divisor, and 1 for a zero, which is refused where it is ``alone`` for several labels. A number on a
-    device is not waited for: nan stands for what would be refused.
+    """Return one divisor, or 1 for a zero. A zero that is the only divisor (``alone``) of several labels raises
+    :class:`ConfigError`. A number on a device is not read, to avoid waiting: an invalid number then gives NaN instead
+    of an error.
     """
     if isinstance(asked, Tensor) and asked.numel() == 1:
         if asked.device.type != "cpu":
@@ -235,7 +242,7 @@ def _divisor(asked: Any, count: Tensor, alone: bool) -> Tensor:
     check_number("num_items_in_batch", asked, least=0)
     if alone and asked == 0 and count > 1:
         raise ConfigError(
-            f"num_items_in_batch=0 for a step of {int(count)} labels: give their number, or leave it out"
+            f"num_items_in_batch=0 is wrong for a step of {int(count)} labels: pass their number, or leave it out"
         )
     return torch.full((), float(asked) or 1.0, device=count.device)
 
@@ -249,7 +256,7 @@ def _prepared(
     teacher: ModelTeacher | None,
     routes: Any = None,
 ) -> tuple[list[Microbatch], Tensor, Objective]:
-    """Return microbatches, the number of labels, and the objective: the model's own loss, or that of a teacher."""
+    """Return microbatches, the number of labels, and the objective: the model's own loss or a teacher's loss."""
     signals = None if teacher is None else teacher.signals(batch)
     microbatches, count = prepare(runtime, batch, train, routes=routes)
     divisors = _divisors(count, items, len(microbatches))
@@ -265,29 +272,32 @@ def _prepared(
 
 
 def batch_rank(model: nn.Module) -> int:
-    """Return which of the step's distinct batches this rank gets: ``0 <= batch_rank < batch_world``."""
+    """Return the index of the distinct batch that this rank gets: ``0 <= batch_rank < batch_world``."""
     return runtime_of(model).mesh.batch_rank
 
 
 def batch_world(model: nn.Module) -> int:
-    """Return the number of distinct batches of a step; ranks that share one (tensor ranks) have one ``batch_rank``."""
+    """Return the number of distinct batches of a step; ranks that share a batch (tensor ranks) share a
+    ``batch_rank``.
+    """
     return runtime_of(model).mesh.batch_world
 
 
 def metrics(model: nn.Module) -> dict[str, float]:
-    """Return numbers about the training so far, for a log; no communication, the same on every rank.
+    """Return numbers about the training so far, for a log, the same on every rank, without communication.
 
     Under ``mixed_precision="fp16"``: ``loss_scale``; ``steps_since_loss_scale_changed``; ``skipped_steps``, because a
     gradient overflowed on some rank; ``step_was_skipped``, 1.0 if the last one was. With several ranks, from the 13th
-    step on, medians over about a minute: ``step_seconds``, and ``work_seconds/rank_N``, without its waits for other
-    ranks. Besides, what features add (:meth:`hfscale.train.runtime.Part.metrics`). Empty otherwise.
+    step on, medians over about a minute: ``step_seconds``, and ``work_seconds/rank_N``, which excludes rank N's waits
+    for other ranks. In addition, features may add numbers (:meth:`hfscale.train.runtime.Part.metrics`). Otherwise the
+    result is empty.
     """
     runtime = runtime_of(model)
     return {name: value for part in runtime.parts for name, value in part.metrics(runtime).items()}
 
 
 def logged_metrics(model: nn.Module) -> dict[str, float]:
-    """Return those of :func:`metrics` that a trainer logs beside the loss."""
+    """Return the numbers of :func:`metrics` that a trainer logs together with the loss."""
     runtime = runtime_of(model)
     logged = [part for part in runtime.parts if part.is_logged]
     return {name: value for part in logged for name, value in part.metrics(runtime).items()}

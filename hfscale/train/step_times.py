@@ -1,10 +1,11 @@
-"""Name a rank that the others wait for: how long each one works on a step of its own, and how long it waits.
+"""Find a slow rank: measure how long each rank works in a step, and how long it waits for other ranks.
 
-Ranks end a step together, so its time does not tell who is slow. When each rank comes to a collective does, and torch's
-flight recorder notes it (pipelines' sends and receives: :func:`..distributed.ops.collectives.waiting`). At the end of a
-window ranks exchange these times. A rank's wait in a collective lasts until the last one comes; the rest of the step is
-its own. Medians over steps are compared, so one long step (a save, a breakpoint) names nobody. On GPUs the times are
-the host's: a rank whose GPU alone is slow is not found.
+All ranks end a step together, so a step's time does not show which rank is slow. The times at which ranks enter a
+collective do, and torch's flight recorder records them (for sends and receives of pipelines:
+:func:`..distributed.ops.collectives.waiting`). At the end of a window of steps, ranks exchange these times. A rank
+waits in a collective until the last rank enters it; the rest of the step is the rank's own work. Medians over steps are
+compared, so that one long step (a save, a breakpoint) names no rank. On GPUs, these are times of the CPU, so a rank on
+which only the GPU is slow is not found.
 """
 
 import logging
@@ -21,20 +22,20 @@ from .runtime import Part, Runtime
 from .runtime.batches import Microbatch
 
 _log = logging.getLogger(__name__)
-# steps of the first window, and of any other
+# number of steps in the first window, and the bounds for any later window
 _FIRST = 12
 _LEAST = 20
 _MOST = 10_000
-# Steps at the end of a window, as far as torch's recorder goes back (2,000 collectives).
+# Number of steps at the end of a window that are compared; torch's recorder keeps 2,000 collectives.
 _COMPARED = 200
-_SECONDS = 60.0  # that a window lasts, within these bounds
-# a rank is named from so many times the median on, and such a share of a step waited for it
+_SECONDS = 60.0  # duration of a window, within these bounds
+# a rank is named if its work exceeds this multiple of the median, and waits for it exceed this fraction of a step
 _SLOW = 1.3
 _SHARE = 0.05
-_CALLS = 64_000  # times that are exchanged, over all ranks
+_CALLS = 64_000  # maximum number of times that are exchanged, over all ranks
 
 Span = tuple[float, float]
-# From a rank, in seconds before the end of a window: its steps' starts, its collectives, its receives.
+# One rank's times, in seconds before the end of a window: starts of its steps, its collectives, its receives.
 Told = tuple[list[float], list[Call], list[Span]]
 
 
@@ -54,7 +55,7 @@ class StepTimes(Part):
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> Iterator[None]:
-        """Note when a step starts; after the last of a window, compare."""
+        """Record the start of a step; after the last step of a window, compare ranks."""
         if train:
             self._starts.append(time.time())
         if len(self._starts) > self._length:
@@ -62,13 +63,15 @@ class StepTimes(Part):
         yield
 
     def metrics(self, runtime: Runtime) -> Mapping[str, float]:
-        """Return the seconds of a step in the last window, and those that each rank worked and waited."""
+        """Return the seconds of a step in the last window, and the seconds that each rank worked and waited."""
         return self._found
 
     def _compare(self, runtime: Runtime) -> None:
         mesh = runtime.mesh
         starts = self._starts[-_COMPARED:]
-        mesh.largest(0)  # which ends on all ranks at once: clocks of machines differ
+        mesh.largest(
+            0
+        )  # a barrier that ends at the same moment on all ranks, because clocks of machines differ
         now = time.time()
         most = _CALLS // mesh.layout.total_size
         calls = [(key, at - now) for key, at in recorded_calls() if starts[0] <= at <= starts[-1]][
@@ -78,7 +81,7 @@ class StepTimes(Part):
         step, works = compared(
             mesh.all_gather_object(([start - now for start in starts], calls, waits))
         )
-        # where nothing was recorded
+        # if nothing was recorded
         self._starts = starts[-1:]
         self._length = _MOST
         if works:
@@ -92,7 +95,9 @@ class StepTimes(Part):
 
 
 def compared(every: Sequence[Told]) -> tuple[float, list[float]]:
-    """Return medians over steps: their seconds, and those that each rank worked, none where nothing was recorded."""
+    """Return medians over steps: the seconds of a step, and the seconds that each rank worked (empty without
+    records).
+    """
     last: dict[Any, float] = {}
     for _, calls, _ in every:
         for key, at in calls:
@@ -112,7 +117,9 @@ def compared(every: Sequence[Told]) -> tuple[float, list[float]]:
 
 
 def worked(waits: Iterable[Span], times: Sequence[float]) -> list[float]:
-    """Return how long a rank has worked at each of ``times`` since the first: outside its waits, which may overlap."""
+    """Return how long a rank has worked from the first of ``times`` to each of them, without its ``waits`` (may
+    overlap).
+    """
     changes = [change for begin, end in waits for change in ((begin, 1), (end, -1))]
     seconds = list[float]()
     total = 0.0
@@ -134,7 +141,7 @@ def worked(waits: Iterable[Span], times: Sequence[float]) -> list[float]:
 
 
 def in_a_line(step: float, works: Sequence[float]) -> str:
-    """Return which rank is slow, in words; empty if none is."""
+    """Return a text that names the slow rank; empty if no rank is slow."""
     slow = works.index(max(works))
     others = median([*works[:slow], *works[slow + 1 :]])
     waited = works[slow] - others

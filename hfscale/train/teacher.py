@@ -1,11 +1,11 @@
-"""Teachers of a student: a model on the same ranks, or the most probable tokens that one has stored in files.
+"""Define teachers of a student: a model on the same ranks, or the most probable tokens that a model stored in files.
 
 ::
 
     batches --teacher's layout--> chunks of rows: head, top k of all slices --> DIR/00000.safetensors, ... by data rank
     microbatches --digest of each text's token ids--> its rows of the files --> divergence of k + 1 events
 
-A text is what a row's last label reads: its attended tokens before it, and their positions where they restart.
+A text is a row's input for its last label: the attended tokens before this label, and their positions if they restart.
 """
 
 import hashlib
@@ -88,7 +88,9 @@ class TeacherWriter:
                 if own and mesh.speaks_for_batch:
                     try:
                         file = _shard_file(self._directory, own[0])
-                        part = file.with_suffix(".part")  # until it is whole
+                        part = file.with_suffix(
+                            ".part"
+                        )  # temporary name until the file is complete
                         save_file(tensors, part)
                         part.replace(file)
                     except OSError as error:
@@ -96,7 +98,7 @@ class TeacherWriter:
                 mesh.all_gather_object(None, failure)
 
     def _missing(self) -> list[int] | str:
-        """Return the shards to write, or why the directory is not to be written."""
+        """Return the shards that are missing, or raise if the directory must not be written."""
         path = self._directory / _ABOUT
         try:
             digests = "".join(digest for batch in self._batches for _, digest, _ in _texts(batch))
@@ -114,7 +116,7 @@ class TeacherWriter:
                 part = path.with_suffix(".part")
                 part.write_text(json.dumps(about, indent=2) + "\n")
                 part.replace(path)
-        except ConfigError as error:  # a batch that no stored teacher knows
+        except ConfigError as error:  # a batch that cannot be stored
             return str(error)
         except (OSError, ValueError) as error:
             return f"{self._directory} cannot be written: {error}"
@@ -125,7 +127,9 @@ class TeacherWriter:
         ]
 
     def _shard(self, shard: int | None) -> dict[str, Tensor]:
-        """Return the tensors of a shard; a rank without one runs passes all the same, as others gather weights."""
+        """Return the tensors of a shard; a rank without a shard still runs forward passes, because other ranks gather
+        weights in them.
+        """
         first = 0 if shard is None else shard * self._each
         columns: dict[str, list[Tensor]] = {name: [] for name in _STORED}
         digests = list[str]()
@@ -179,7 +183,8 @@ class StoredTeacher(ModelTeacher):
         self._loss = loss_over_vocabulary(self._student)
         if not (directory / _ABOUT).is_file():
             raise ConfigError(
-                f"{directory} has no {_ABOUT}: give a directory that hfscale.Teacher.write has written"
+                f"{directory} has no {_ABOUT}, so it holds no stored teacher: give a directory that "
+                "hfscale.Teacher.write has written"
             )
         about = json.loads((directory / _ABOUT).read_text())
         self.beta, self.temperature, self._top_k = (
@@ -193,15 +198,15 @@ class StoredTeacher(ModelTeacher):
         ]
         if missing:
             raise ConfigError(
-                f"{directory} has not been written to the end, it lacks {len(missing)} of {about['shards']} shards: "
-                "call hfscale.Teacher.write again, which goes on"
+                f"{directory} has not been written to the end, because it lacks {len(missing)} of {about['shards']} "
+                "shards: call hfscale.Teacher.write again, which writes the missing shards"
             )
         self._places = dict[
             str, tuple[Any, int, int]
-        ]()  # digest -> file, and where it has the text's positions
+        ]()  # digest -> file, and the place of the text's positions in it
         for shard in range(about["shards"]):
             file = safe_open(_shard_file(directory, shard), "pt")
-            if not file.keys():  # none of its texts has a label
+            if not file.keys():  # no text of the file has a label
                 continue
             ends = file.get_tensor("lengths").cumsum(0).tolist()
             for digest, start, stop in zip(
@@ -220,11 +225,13 @@ class StoredTeacher(ModelTeacher):
             refusal = str(error)
         unknown = sum(digest not in self._places for each in texts for _, digest, _ in each)
         if unknown:
-            refusal = f"{unknown} text(s) of the step are not among those the teacher in {self._directory} was run on"
+            refusal = (
+                f"{unknown} text(s) of the step are not among those stored in {self._directory}"
+            )
         if self._student.mesh.largest(bool(refusal))[0]:
             raise ConfigError(
-                f"{refusal or 'another rank has a text that is not stored'}: store these (hfscale.Teacher.write), "
-                "tokenized as they are here, or use a teacher that is a model"
+                f"{refusal or 'another rank has a text that is not stored'}: store these texts with the same "
+                "tokenization (hfscale.Teacher.write), or use a model as the teacher"
             )
         if not self._student.is_local(str(self._student.plan.head)):
             return [()] * len(given)
@@ -261,19 +268,19 @@ class StoredTeacher(ModelTeacher):
 class Teacher(ModelTeacher):
     """Teach a student the distribution of every labelled token, by a divergence over the full vocabulary.
 
-    It is the generalized Jensen-Shannon divergence (Agarwal et al. 2024) of logits divided by ``temperature``: forward
-    KL at ``beta=0``, reverse KL at ``beta=1``. Make it on every rank. It copies the teacher's head, so the teacher must
-    not train.
+    The loss is the generalized Jensen-Shannon divergence (Agarwal et al. 2024) of logits divided by ``temperature``:
+    forward KL at ``beta=0``, reverse KL at ``beta=1``. Create the object on every rank. It copies the teacher's head,
+    so the teacher must not train.
 
     Args:
-        model: a parallelized causal language model, in any layout of these ranks. Or the student itself, where only
-            adapters train: its teacher is then the model without them.
+        model: a parallelized causal language model, in any layout of these ranks. Or the student itself, if only its
+            adapters train: the teacher is then the model without adapters.
         student: the model that trains.
         beta: weight of the teacher in the mixture of both distributions, 0 to 1.
         temperature: divisor of both models' logits.
 
     Raises:
-        ConfigError: the models have different vocabularies, or one of them has no head that a loss runs on.
+        ConfigError: the models have different vocabularies, or one of them has no language-model head with a loss.
     """
 
     @staticmethod
@@ -288,12 +295,13 @@ class Teacher(ModelTeacher):
     ) -> None:
         """Store a model's ``top_k`` most probable tokens of every position, for :meth:`stored`; call it on every rank.
 
-        A run that was cut short goes on behind the last shard that is whole.
+        A run that was interrupted continues after the last complete shard.
 
         Args:
             model: a parallelized causal language model, in any layout.
             batches: all batches, with ``labels``, the same on every rank; data ranks divide them.
-            directory: gets ``teacher.json`` and a file of safetensors for every ``batches_per_shard`` batches.
+            directory: the directory for ``teacher.json`` and a safetensors file for every ``batches_per_shard``
+                batches.
             temperature: divisor of the logits.
         """
         TeacherWriter(
@@ -307,12 +315,13 @@ class Teacher(ModelTeacher):
         *,
         beta: float = 0.5,
     ) -> StoredTeacher:
-        """Return a teacher that reads what :meth:`write` stored, at its temperature: the divergence of ``top_k + 1``
-        events, the last of which is any other token. It knows texts by their token ids, in any order of rows.
+        """Return a teacher that reads the files of :meth:`write`, with the temperature of the files. Its loss is the
+        divergence of ``top_k + 1`` events: the stored tokens, and any other token. Texts are found by their token ids,
+        in any order of rows.
 
         Raises:
-            ConfigError: the student has another vocabulary, or files are missing; in a step, on all ranks: a batch has
-                a text that is not stored.
+            ConfigError: the student has another vocabulary, or files are missing. Later, in a step, on all ranks: a
+                batch has a text that is not stored.
         """
         return StoredTeacher(Path(directory), student, beta)
 
@@ -329,7 +338,7 @@ def _texts(batch: Mapping[str, Any]) -> list[tuple[int, str, Tensor]]:
         or (mask is not None and mask.ndim != 2)
     ):
         raise ConfigError(
-            "a stored teacher knows texts by input_ids, labels and a mask of tokens: leave out shift_labels, "
+            "a stored teacher finds texts by input_ids, labels and a [rows, tokens] mask: leave out shift_labels, "
             "inputs_embeds and masks of pairs of tokens"
         )
     ids = ids.cpu()
@@ -337,11 +346,11 @@ def _texts(batch: Mapping[str, Any]) -> list[tuple[int, str, Tensor]]:
     attended = torch.ones_like(labelled) if mask is None else mask.cpu() != 0
     if (labelled[:, 1:] & ~attended[:, :-1]).any():
         raise ConfigError(
-            "a stored teacher predicts no label behind padding: the token after it needs the label -100"
+            "a stored teacher cannot predict the token after padding: set the label of that token to -100"
         )
     texts = []
     for row in labelled[:, 1:].any(1).nonzero().flatten().tolist():
-        # Of what predicts a label.
+        # The digest covers all input that predicts a label.
         places = attended[row, : int(labelled[row].nonzero()[-1])].nonzero().flatten()
         parts = [ids[row, places]]
         if positions is not None and positions.ndim == 2:

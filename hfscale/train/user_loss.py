@@ -1,7 +1,8 @@
-"""Losses of users: of token scores, whose mean is taken, and of the model's outputs, summed and divided at the end.
+"""Run users' losses: of token scores, which are averaged, and of the model's outputs, which are summed and then
+divided.
 
-The divisor of the latter is known only after the last microbatch of the last rank. Gradients are linear in the loss, so
-a step runs the sums backward, and divides gradients and loss afterwards::
+The divisor of a loss of outputs is known only after the last microbatch of the last rank. Gradients are linear in the
+loss, so a step runs the backward pass of the sums, and divides gradients and loss afterwards::
 
     microbatch --model, without labels--> outputs --loss_fn--> (sum, count)
     sums --backward, reductions of every axis--> .grad --divided by the count of the whole step--> .grad
@@ -36,8 +37,9 @@ _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
 
 class UserFunction:
-    """Call a user's function so that its failure on one rank does not leave other ranks waiting: that rank continues
-    with a value that counts nothing, until all ranks meet at the step's end. Refuse one without ``arguments``.
+    """Call a user's function so that its failure on one rank does not leave other ranks waiting: the failed rank
+    continues with a value that has no effect, until all ranks exchange failures at the step's end. Raise for a function
+    that does not accept ``arguments``.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class UserFunction:
         *args: Any,
         instead: Value,
     ) -> Value:
-        """Return ``read(function(*args))``; ``instead`` if one of the two raises."""
+        """Return ``read(function(*args))``, or ``instead`` if one of the two functions raises."""
         try:
             return read(self._function(*args))
         except Exception as error:  # of any type: it is raised in `agree`
@@ -66,12 +68,12 @@ class UserFunction:
             return instead
 
     def agree(self) -> None:
-        """Raise on every rank if the function failed on one; collective."""
+        """Raise on every rank if the function failed on any rank; collective."""
         elsewhere = f"{self.name} failed on {{}} other rank(s): see their error"
         sum_or_raise((), self._runtime.mesh.control, self._error, elsewhere)
 
     def scalar(self, value: Any, what: str) -> Tensor:
-        """Return a loss as a scalar tensor; refuse all but floating-point tensors of one number."""
+        """Return a loss as a scalar tensor; raise unless it is a floating-point tensor of one number."""
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
             given = (
                 f"{list(value.shape)} of {value.dtype}"
@@ -85,11 +87,12 @@ class UserFunction:
 
 
 def refuse_without_flush(runtime: Runtime, loss: str) -> None:
-    """Refuse a loss under a schedule without a flush, whose microbatches end in later steps."""
+    """Raise for a user's loss under a schedule without a flush, because its microbatches end in later steps."""
     layout = runtime.mesh.layout
     if runtime.plan.stages is not None and not layout.flushes:
         raise ConfigError(
-            f"{layout.pipeline_schedule} takes no {loss}, whose microbatches end in later steps: use '1f1b' or 'zbv'"
+            f"{layout.pipeline_schedule} cannot be used with {loss}, because its microbatches end in later steps: use "
+            "'1f1b' or 'zbv'"
         )
 
 
@@ -108,16 +111,16 @@ def token_scores(
     temperature: float = 1.0,
     routes: Tensor | None = None,
 ) -> TokenScores:
-    """Return log-probability, entropy and the like of every token of a batch, in any layout, without full logits.
+    """Return scores of every token of a batch (log-probability, entropy, ...), in any layout, without full logits.
 
-    They are computed from shards of the vocabulary, a chunk of tokens at a time. Without pipeline stages ``log_probs``
-    and ``entropy`` have gradients, so a loss of them may run backward like ``model(**batch).loss``. With stages every
-    rank gets the scores without gradients: train with ``hfscale.train_step(model, batch, score_loss=...)``, which has
-    the same scores on the last stage.
+    Scores are computed from shards of the vocabulary, a chunk of tokens at a time. Without pipeline stages,
+    ``log_probs`` and ``entropy`` have gradients, so a loss of these scores supports ``loss.backward()`` like
+    ``model(**batch).loss``. With stages, every rank gets the scores without gradients: to train, use
+    ``hfscale.train_step(model, batch, score_loss=...)``, which computes the same scores on the last stage.
 
     Args:
-        batch: the keyword arguments of one forward pass; ``labels`` (or ``shift_labels``) say which tokens are scored,
-            by default all that are attended to. Ranks that share a batch pass the same one.
+        batch: the keyword arguments of one forward pass; ``labels`` (or ``shift_labels``) select the tokens to score,
+            by default all attended tokens. Ranks that share a batch pass the same batch.
         temperature: divisor of the logits.
         routes: the experts of every token: see :func:`hfscale.record_routes`.
 
@@ -126,7 +129,7 @@ def token_scores(
         ``shift_labels``, the label at ``i``.
 
     Raises:
-        ConfigError: as :func:`hfscale.train_step`.
+        ConfigError: in the same cases as :func:`hfscale.train_step`.
     """
     runtime = runtime_of(model)
     check_number("temperature", temperature, above=0)
@@ -154,12 +157,12 @@ def loss_of_scores(
     batch: Any,
     passes: int,
 ) -> Objective:
-    """Return the objective of a user's ``score_loss``, its mean over distinct batches; refuse cut batches."""
+    """Return the objective of a user's ``score_loss``, its mean over distinct batches; raise if batches are split."""
     refuse_without_flush(runtime, "score_loss")
     given = 1 if isinstance(batch, Mapping) else len(batch)
     if given != passes:
         raise ConfigError(
-            f"score_loss needs the {given} given batch(es) uncut, and the schedule would cut them into {passes} "
+            f"score_loss needs the {given} given batch(es) whole, but the schedule would split them into {passes} "
             "microbatches: pass a list of microbatches whose length the schedule takes, and leave num_microbatches out"
         )
 
@@ -189,7 +192,7 @@ def _scores(
     with runtime.loss.scoring(temperature) as scoring:
         runtime.loss.loss_of(called, batch, count, 0.0)
     own = list(scoring.scores.each())
-    # Not all backends send them.
+    # Not all backends can send booleans.
     sent = (score.to(torch.uint8) if score.dtype == torch.bool else score for score in own)
     return TokenScores(
         *(
@@ -202,8 +205,8 @@ def _scores(
 def _with_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(batch, Mapping):
         raise ConfigError(
-            f"token_scores takes one batch, a mapping of tensors, and found a {type(batch).__name__}: call it once for "
-            "each batch"
+            f"token_scores takes one batch (a mapping of names to tensors), got a {type(batch).__name__}: call it once "
+            "for each batch"
         )
     if batch.get("labels") is not None or "input_ids" not in batch:
         return batch
@@ -226,13 +229,13 @@ class _Rows:
     divides = False
 
     def count_labels(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Count the rows, in the first tensor that has any."""
+        """Count the rows of the first tensor with a row dim."""
         labels = next(
             (value for value in batch.values() if isinstance(value, Tensor) and value.ndim), None
         )
         if labels is None:
             raise ConfigError(
-                f"a batch needs a tensor with a row for each sample, and found only {', '.join(batch)}"
+                f"a batch needs a tensor with a row for each sample, but has only {', '.join(batch)}"
             )
         none = torch.zeros((), dtype=torch.int64, device=labels.device)
         return none + len(labels), none
@@ -259,7 +262,7 @@ class UserLoss:
         train: bool,
         routes: Any = None,
     ) -> Tensor:
-        """Run one step and return its loss, the same on every rank; refuse features that cannot run such a loss."""
+        """Run one step and return its loss, the same on every rank; raise for features that cannot run such a loss."""
         runtime = self._runtime
         refuse_without_flush(runtime, "loss_fn")
         rows: Any = _Rows()
@@ -302,14 +305,14 @@ class UserLoss:
         first = next(
             leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()
         )
-        return 0.0 * first.sum()  # this microbatch has no loss, but needs a graph
+        return 0.0 * first.sum()  # this microbatch has no loss, but its backward pass needs a graph
 
     def _read(self, found: Any) -> tuple[Tensor | None, Tensor | float]:
         """Check the result of ``loss_fn`` and return its sum (``None`` for a literal 0) and count."""
         if not isinstance(found, tuple) or len(found) != 2:
             raise ConfigError(
                 f"loss_fn returned a {type(found).__name__} for {class_name(self._runtime.model)}: return the sum of "
-                "the microbatch's losses, and how many they are"
+                "the microbatch's losses, and their number"
             )
         total, count = found
         if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():

@@ -1,8 +1,8 @@
-"""Report ranks that wait forever: which wait for which, in which collective and over which axis.
+"""Report ranks that wait forever: which rank waits for which ranks, in which collective and over which axis.
 
-A thread on every rank reads now and then what its rank waits for, from torch's flight recorder and
-:mod:`..distributed.ops.collectives`, and writes it to the rendezvous store. If a wait has taken too long, the
-first waiting rank reads all entries twice: a rank whose entry did not change in between is gone.
+On every rank, a thread periodically reads the call in which its rank waits, from torch's flight recorder and
+:mod:`..distributed.ops.collectives`, and writes it to the rendezvous store. If a wait takes too long, the first waiting
+rank reads all entries twice: a rank whose entry did not change in between is dead.
 """
 
 import atexit
@@ -42,17 +42,17 @@ def watchdog(
     patience: float = PATIENCE,
     end: bool = False,
 ) -> None:
-    """Report on stderr which ranks wait for which others, in which call and over which axis, once one waits too long.
+    """Report on stderr which ranks wait for which others, in which call and over which axis, if a wait takes too long.
 
-    It complements torch's own timeouts, which end a collective after minutes without saying which rank was missing.
-    With the defaults it runs wherever a launcher started the ranks, unless ``HFSCALE_FAILURES=0``: call it on every
-    rank, once, before the first step, for another patience, or to end the ranks that wait.
+    The watchdog complements torch's own timeouts, which end a collective after minutes without naming the missing rank.
+    If a launcher started the ranks, a watchdog that only reports runs by default, unless ``HFSCALE_FAILURES=0``. Call
+    this function once on every rank, before the first step, to set another patience, or to end the waiting ranks.
 
     Args:
-        patience: seconds that a collective, or a stage, may wait. Work of a single rank (the first one, writing a
-            checkpoint) must not take longer.
-        end: end the waiting processes, with exit code 75, so that a launcher with ``--max_restarts`` starts the job
-            again.
+        patience: seconds that a collective or a pipeline stage may wait. Work of a single rank (such as the first rank
+            writing a checkpoint) must not take longer.
+        end: whether to end the waiting processes, with exit code 75, so that a launcher with ``--max_restarts``
+            restarts the job.
 
     Raises:
         ConfigError: ``patience`` is not a positive number.
@@ -67,7 +67,7 @@ def watchdog(
 
 
 def watch_by_default(mesh: Mesh) -> None:
-    """Start a watchdog that only reports, where a launcher started the ranks and none runs."""
+    """Start a watchdog that only reports, if a launcher started the ranks and no watchdog runs yet."""
     if mesh.control is not None and not _running and is_wanted():
         _running.append(_Watchdog(mesh, PATIENCE, end=False))
 
@@ -76,9 +76,9 @@ def watch_by_default(mesh: Mesh) -> None:
 class RankState:
     """Hold the state that one rank writes to the store."""
 
-    beat: int  # number of entries it has written
-    seconds: float = 0.0  # for how long it has waited
-    # The call and the group it waits in, in words; empty if it waits for no other rank.
+    beat: int  # number of entries that the rank has written
+    seconds: float = 0.0  # how long the rank has waited
+    # A text with the call and the group in which the rank waits; empty if the rank waits for no other rank.
     waits: str = ""
     place: str = ""  # the innermost line of the user's code
     inside: str = ""  # the innermost line of hfscale's code, if it is in some
@@ -120,7 +120,9 @@ class _Watchdog(threading.Thread):
                 self._tell(seen)
                 if late and not self._report():
                     continue
-            except RuntimeError as error:  # of the store, which may rightly end before this process
+            except (
+                RuntimeError
+            ) as error:  # from the store, which may end before this process without an error
                 if late:
                     _say(
                         f"{_HEAD.format(self.patience)}. The rendezvous store cannot be reached: {error}"
@@ -129,7 +131,9 @@ class _Watchdog(threading.Thread):
             if late:
                 self._reported = seen.seconds
                 if self.end:
-                    self._ended.wait(self.pause)  # until the others have read this rank's state
+                    self._ended.wait(
+                        self.pause
+                    )  # wait until the other ranks have read this rank's state
                     os._exit(CODE)
 
     def _look(self) -> RankState:
@@ -170,7 +174,7 @@ class _Watchdog(threading.Thread):
         )
 
     def _report(self) -> bool:
-        """Print the states of all ranks, if this is the first waiting one; return whether it still waits."""
+        """Print the states of all ranks if this is the first waiting rank; return whether this rank still waits."""
         before = self._heard()
         if self._ended.wait(3 * self.pause):
             return False
@@ -200,7 +204,7 @@ class _Watchdog(threading.Thread):
 
 
 def _group_names(mesh: Mesh) -> dict[str, str]:
-    """Map torch's name of each process group, a number, to its axis in words; the first of several counts."""
+    """Map torch's name of each process group, a number, to a text with its axis; of several axes, the first is used."""
     named: list[tuple[dist.ProcessGroup | None, str]]
     named = [(mesh.group(axis), axis) for axis in dict.fromkeys((*reversed(AXES), *EXPERT_AXES))]
     named.append((mesh.whole_sequences, "dp_shard"))
@@ -230,13 +234,15 @@ def report(
 ) -> str:
     """Return the report of all ranks' states, one line for equal ones; ``silent`` ranks have written no new state."""
     texts = {rank: _in_words(seen, silent=rank in silent) for rank, seen in enumerate(every)}
-    return "\n".join([f"{_HEAD.format(patience)}. Look at those that do not wait", *_lines(texts)])
+    return "\n".join(
+        [f"{_HEAD.format(patience)}. Look at the ranks that do not wait", *_lines(texts)]
+    )
 
 
 def _in_words(seen: RankState | None, silent: bool = False) -> str:
     at = "" if seen is None else ", in ".join(filter(None, (seen.place, seen.inside)))
     if seen is None or silent:
-        text = "gives no sign of life: the process is gone, or its machine, or it is stuck outside of Python"
+        text = "gives no sign of life: the process or its machine is gone, or it is stuck outside of Python"
         return text + (f"; it was last at {at}" if at else "")
     if seen.waits:
         return f"waits in {seen.waits}, for {seen.seconds:.0f} s, at {at}"

@@ -423,7 +423,7 @@ def test_merged_file_to_file(
     hfscale.save_pretrained(adapted, tmp_path / "adapter")
     with pytest.raises(
         ConfigError,
-        match="quantization='as_stored' is of whole weights, and the model has adapters",
+        match="quantization='as_stored' writes full weights, but the model has adapters",
     ):
         hfscale.save_pretrained(adapted, tmp_path / "loaded", quantization="as_stored")
     streamed = dict(

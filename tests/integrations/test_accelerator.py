@@ -404,7 +404,7 @@ def test_refusals(tmp_path: Path) -> None:
     found = refusals(str(tmp_path))
     for message, part in zip(
         found,
-        ["LlamaForCausalLM was not parallelized by hfscale", "pass model.parameters()", "say where",
+        ["LlamaForCausalLM was not parallelized by hfscale", "pass model.parameters()", "a directory is needed",
          "parallelism_config would shard", "mixed_precision='no'"],
         strict=True,
     ):  # fmt: skip

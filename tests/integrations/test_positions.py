@@ -297,7 +297,7 @@ def test_a_trainer(pools: Pools, tmp_path: Path, kind: str) -> None:
 
 def warned(root: str) -> None:
     expected = pytest.warns(
-        UserWarning, match="of steps of 4 rows over all ranks, and now they have 8"
+        UserWarning, match="by steps of 4 rows over all ranks, but steps now have 8"
     )
     with expected if hfscale.batch_rank(model_in({"dp_shard_size": 2})) == 0 else nullcontext():
         trainer_leg("random", root, 2, {"dp_shard_size": 2}, range(3, 4))

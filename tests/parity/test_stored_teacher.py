@@ -176,7 +176,7 @@ def test_it_goes_on_where_it_stopped_and_refuses_others(pools: Pools, tmp_path: 
     first, second = pools(2).run(refusals, directory, given)
     assert first[0].startswith("another rank has a text that is not stored: store these")
     assert second[0].startswith("4 text(s) of the step are not among those")
-    assert "knows texts by input_ids, labels" in first[1]
+    assert "finds texts by input_ids, labels" in first[1]
     smaller = hfscale.from_config(tiny("llama", vocab_size=60))
     assert "67 tokens and the student one of 60" in refusal_of(
         lambda: hfscale.Teacher.stored(directory, smaller)
@@ -191,7 +191,7 @@ def test_it_goes_on_where_it_stopped_and_refuses_others(pools: Pools, tmp_path: 
         "attention_mask": torch.ones_like(given[0]["input_ids"]).index_fill(1, torch.tensor(0), 0),
     }
     padded["labels"] = given[0]["input_ids"]
-    assert "predicts no label behind padding" in refusal_of(
+    assert "cannot predict the token after padding" in refusal_of(
         lambda: write({}, [padded], tmp_path / "left", 4)
     )
 

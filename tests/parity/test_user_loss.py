@@ -167,7 +167,7 @@ def test_what_is_no_sum_and_count() -> None:
     model = hfscale.from_config(case.config, dtype=torch.float64, seed=0)
     batch = case.batches(1)[0][0][0]
     with pytest.raises(
-        ConfigError, match="return the sum of the microbatch's losses, and how many they are"
+        ConfigError, match="return the sum of the microbatch's losses, and their number"
     ):
         hfscale.train_step(model, batch, lambda outputs, _: outputs.logits.sum())
     with pytest.raises(ConfigError, match="loss_fn replaces the model's loss"):

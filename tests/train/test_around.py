@@ -105,7 +105,8 @@ def test_saves_that_would_leave_it_out_are_refused(tmp_path: Path) -> None:
     optimizer = hfscale.create_optimizer(model, "adamw_torch", lr=0.1)
     assert any(model.offset is held for group in optimizer.param_groups for held in group["params"])
     with pytest.raises(
-        ConfigError, match=r"would leave out what trains in it, or around it, since then \(offset\)"
+        ConfigError,
+        match=r"would omit trainable parameters that were added later in or around the model \(offset\)",
     ):
         hfscale.save_pretrained(model, tmp_path / "out")
     model.offset.requires_grad_(False)

@@ -1,1 +1,1 @@
-"""Checkpoints whose weights are stored quantized, read as plain values."""
+"""Read and dequantize weights that checkpoints store quantized, and quantize them again for a save."""

@@ -1,8 +1,8 @@
-"""From stored words to values: what the host's own dequantization computes, operation by operation.
+"""Dequantize stored words with the same operations, in the same order, as transformers' own dequantization.
 
-Every function takes the stored tensors of a box of the weight by their part in it (``values``, ``scales``, ``zeros``,
-``whole``: the scale of the whole tensor), whose shapes broadcast, and the dtype of the result. Order and type of each
-operation are the host's, so that results are equal bit by bit.
+Every function takes the dtype of the result, and the stored tensors of a box of the weight by their role (``values``,
+``scales``, ``zeros``, and ``whole``, the scale of the whole tensor); their shapes broadcast. The order and dtype of
+each operation are the same as in transformers, so that results are equal bit by bit.
 """
 
 from collections.abc import Mapping
@@ -22,19 +22,19 @@ Parts = Mapping[str, Tensor]
 
 
 def blocks_in_float32(parts: Parts, dtype: torch.dtype) -> Tensor:
-    """Multiply 8-bit floating point, or 4-bit in whole numbers, by scales in float32."""
+    """Multiply 8-bit floating-point numbers or 4-bit integers by scales, in float32."""
     scales = parts["scales"]
     scales = (scales.float() - 127.0).exp2() if scales.dtype == torch.uint8 else scales.float()
     return (_numbers(parts["values"], torch.float32) * scales).to(dtype)
 
 
 def rows_of_a_table(parts: Parts, dtype: torch.dtype) -> Tensor:
-    """Multiply 8-bit floating point by the scale in the type of the result, as an embedding does at each look-up."""
+    """Multiply 8-bit floating-point numbers by the scale in the result's dtype, like an embedding at each look-up."""
     return parts["values"].to(dtype) * parts["scales"].to(dtype)
 
 
 def in_type_of_result(parts: Parts, dtype: torch.dtype) -> Tensor:
-    """Subtract zero points in the type of the result, and multiply by scales in theirs (torchao)."""
+    """Subtract zero points in the result's dtype, and multiply by scales in the scales' dtype (torchao)."""
     values = parts["values"].to(dtype)
     if "zeros" in parts:
         values = values - parts["zeros"].to(dtype)
@@ -42,12 +42,12 @@ def in_type_of_result(parts: Parts, dtype: torch.dtype) -> Tensor:
 
 
 def shares_of_the_largest(parts: Parts, dtype: torch.dtype) -> Tensor:
-    """Multiply whole numbers by 1/127 of the largest of a row, in float32 (LLM.int8(), Dettmers et al. 2022)."""
+    """Multiply integers by 1/127 of the largest value of their row, in float32 (LLM.int8(), Dettmers et al. 2022)."""
     return (parts["values"] * parts["scales"] * _ONE_127TH).to(dtype)
 
 
 def powers_of_two(parts: Parts, dtype: torch.dtype) -> Tensor:
-    """Multiply E2M1 numbers by powers of two in the type of the result (OCP microscaling formats, 2023)."""
+    """Multiply E2M1 numbers by powers of two in the result's dtype (OCP microscaling formats, 2023)."""
     return torch.ldexp(
         _numbers(parts["values"], dtype),
         parts["scales"].int() - 127,
@@ -55,7 +55,7 @@ def powers_of_two(parts: Parts, dtype: torch.dtype) -> Tensor:
 
 
 def in_type_of_scales(parts: Parts, dtype: torch.dtype) -> Tensor:
-    """Subtract zero points and multiply, both in the scales' own type."""
+    """Subtract zero points and multiply by scales, both in the scales' dtype."""
     scales = parts["scales"]
     if scales.dtype == torch.uint8:
         scales = _powers(scales)
@@ -66,7 +66,7 @@ def in_type_of_scales(parts: Parts, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_twice(parts: Parts, dtype: torch.dtype) -> Tensor:
-    """Multiply E2M1 numbers by scales of blocks over that of the tensor, rounded to bfloat16 (NVFP4 and MXFP4)."""
+    """Multiply E2M1 numbers by the block's scale over the tensor's, and round to bfloat16 (NVFP4 and MXFP4)."""
     scales = parts["scales"]
     scales = _powers(scales) if scales.dtype == torch.uint8 else scales.to(torch.bfloat16)
     if "whole" in parts:
@@ -80,20 +80,20 @@ def _powers(exponents: Tensor) -> Tensor:
 
 
 def _numbers(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return numbers in ``dtype``: of E2M1 codes, which come as whole numbers, or of floating point."""
+    """Return numbers in ``dtype`` from E2M1 codes, which are integers, or from floating-point numbers."""
     if codes.dtype.is_floating_point:
         return codes.to(dtype)
     return _e2m1(dtype, codes.device)[codes.int()]
 
 
-@cache  # it is copied from a list, which syncs with the device
+@cache  # cached, because creating it from a list synchronizes with the device
 def _e2m1(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(_E2M1, dtype=dtype, device=device)
 
 
-@cache  # equal ones are the same
+@cache  # equal arguments return the same object
 def two_per_byte() -> Along:
-    """Return how bytes run along the weight that hold two 4-bit codes each, the lower half first."""
+    """Describe bytes that hold two 4-bit codes each along a dim of the weight, the lower half first."""
     return Along(2, 1, _halves)
 
 
@@ -104,7 +104,7 @@ def _halves(words: Tensor) -> Tensor:
 
 @cache
 def codes_in_bytes(bits: int) -> Along:
-    """Return how bytes hold whole numbers of 2 or 4 bits, stored from 0, the lowest bits first."""
+    """Describe bytes that hold integers of 2 or 4 bits, stored as unsigned numbers, the lowest bits first."""
     return Along(8 // bits, 1, partial(_numbers_in_bytes, bits=bits))
 
 
@@ -117,7 +117,7 @@ def _numbers_in_bytes(words: Tensor, bits: int) -> Tensor:
 
 @cache
 def codes_in_int32(bits: int) -> Along:
-    """Return how int32 words hold whole numbers of ``bits`` bits, stored from 0, without gaps."""
+    """Describe int32 words that hold integers of ``bits`` bits, stored as unsigned numbers, without gaps."""
     words = bits // gcd(bits, 32)
     return Along(32 * words // bits, words, partial(_codes_of, bits=bits, words=words))
 
@@ -143,7 +143,7 @@ def words_of(codes: Tensor, along: Along, kind: torch.dtype) -> Tensor:
 
 
 def _codes_of(stored: Tensor, bits: int, words: int) -> Tensor:
-    missing = -stored.shape[-1] % words  # the last unit of a row may be cut short
+    missing = -stored.shape[-1] % words  # the last unit of a row may be incomplete
     units = (
         torch.nn.functional.pad(stored, (0, missing)).unflatten(-1, (-1, words)).long() & 0xFFFFFFFF
     )

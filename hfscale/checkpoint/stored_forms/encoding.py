@@ -1,8 +1,8 @@
-"""Quantize a weight again in the form that it came in.
+"""Quantize a weight again in the form of its checkpoint.
 
-A block whose values are still those that the checkpoint stands for keeps its codes and its scale, so what nobody
-changed is written byte for byte, in every form. Any other block gets a scale from its values, and codes from both, as
-the form's own quantizers choose them.
+A block whose values still equal the checkpoint's dequantized values keeps its codes and its scale, so unchanged blocks
+are written byte for byte, in every form. For any other block, the scale is computed from its new values, and the codes
+from values and scale, with the rules of the form's own quantizers.
 """
 
 from collections.abc import Mapping
@@ -25,15 +25,15 @@ from .arithmetic import powers_of_two, scaled_twice, words_of
 from .forms import as_plain, in_the_file
 from .scheme import ENCODED, StoredForm, form_in
 
-_ENTRIES = 1 << 20  # quantized at a time, if blocks are no larger
+_ENTRIES = 1 << 20  # entries that are quantized at a time, if blocks are not larger
 _FLOAT8 = 448.0
 _E2M1 = 6.0
-_OWN = {"values", "scales", "zeros"}  # parts of a weight that each block has for itself
+_OWN = {"values", "scales", "zeros"}  # stored tensors that have entries for each block
 
 
 @dataclass(frozen=True)
 class Codes:
-    """Blocks of codes ``[rows, height, columns, width]``, and the scale and zero point of each ``[rows, columns]``."""
+    """Hold blocks of codes ``[rows, height, columns, width]`` with their scales and zero points ``[rows, columns]``."""
 
     values: Tensor
     scales: Tensor
@@ -41,7 +41,9 @@ class Codes:
 
 
 class QuantizedAgain:
-    """Quantize tensors of a plain checkpoint as those in ``directory``, which have ``form``; without one, keep them."""
+    """Quantize tensors of a plain checkpoint like the checkpoint in ``directory``, in its ``form``; without a form,
+    keep tensors unchanged.
+    """
 
     def __init__(self, directory: Path | None = None, form: StoredForm | None = None) -> None:
         self.form, self._stored = (
@@ -54,14 +56,14 @@ class QuantizedAgain:
         }
 
     def layout(self, plain: Mapping[str, Any]) -> dict[str, Shaped]:
-        """Return the shape and dtype of all to be written; raise :class:`CheckpointError` if names differ."""
+        """Return the shape and dtype of every tensor to write; raise :class:`CheckpointError` if names differ."""
         result: dict[str, Shaped] = {}
         strange = [key for key in plain if key not in self._weights and key not in self._stored]
         lost = [key for key in self._weights if key not in plain]
         if strange and lost:
             raise CheckpointError(
-                f"the checkpoint that the model was loaded from has {lost[0]} quantized, and the model saves none, but "
-                f"{strange[0]}: save it without quantization="
+                f"the checkpoint that the model was loaded from stores {lost[0]} quantized, but the model saves "
+                f"{strange[0]} and no tensor of that name: save the model without quantization="
             )
         for key, tensor in plain.items():
             if key in self._weights:
@@ -72,7 +74,7 @@ class QuantizedAgain:
         return result
 
     def made_of(self, key: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the tensors to be written for one of a plain checkpoint."""
+        """Return the tensors to write for one tensor of a plain checkpoint."""
         if key not in self._weights:
             return {key: tensor.to(self._stored[key].dtype) if key in self._stored else tensor}
         weight = self._weights[key]
@@ -84,32 +86,35 @@ class QuantizedAgain:
 
 
 def quantized_again(model: nn.Module) -> QuantizedAgain:
-    """Return the form of a model's checkpoint; raise :class:`ConfigError` if it is not quantized, or was not noted."""
+    """Return the form of a model's checkpoint; raise :class:`ConfigError` if it is not quantized, or not recorded on
+    the model.
+    """
     source = carried_by(model)
     form = form_in(source.directory) if source is not None and source.directory.is_dir() else None
     if source is None or form is None:
         raise ConfigError(
-            f"'as_stored' needs the quantized checkpoint that the model was loaded from, and "
-            f"{str(source.directory) if source else 'a model without one'!r} is none: leave it out"
+            "'as_stored' needs the quantized checkpoint that the model was loaded from, got "
+            f"{str(source.directory) if source else 'a model without one'!r}: leave it out"
         )
     refuse_other_forms(form)
     return QuantizedAgain(source.directory, form)
 
 
 def refuse_other_forms(form: StoredForm) -> None:
-    """Refuse a form in which weights are read, and not quantized again."""
+    """Raise :class:`ConfigError` for a form in which weights can be read, but not quantized again."""
     if form.method not in ENCODED:
         raise ConfigError(
-            f"'as_stored' quantizes again in {', '.join(ENCODED)}, and the checkpoint is in {form.method}: leave it "
-            "out, which saves plain values"
+            f"'as_stored' can write only {', '.join(ENCODED)}, but the checkpoint is in {form.method}: leave it "
+            "out to save dequantized weights"
         )
 
 
 def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:
-    """Return the stored tensors, by part, of a weight that now has the values ``value``; refuse another shape."""
+    """Return the stored tensors, by role, of a weight that now has the values ``value``; raise if its shape differs."""
     if tuple(value.shape) != weight.shape:
         raise CheckpointError(
-            f"a weight of shape {weight.shape} is now {tuple(value.shape)}: save it without quantization="
+            f"a weight has the shape {weight.shape} in the checkpoint and {tuple(value.shape)} in the model: save the "
+            "model without quantization="
         )
     parts = weight.parts
     made = {
@@ -124,12 +129,14 @@ def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:
     rows, columns = matrices.shape[1:]
     unit = lcm(*(min(parts[name].rows.entries, rows) for name in made))
     step = max(1, _ENTRIES // (columns * unit)) * unit
-    # A new scale, if scales of blocks would no longer fit into 8 bits under the old one.
+    # Compute a new tensor scale if the blocks' scales no longer fit into 8 bits under the old tensor scale.
     whole: Tensor | None = None
     if "whole" in parts:
         most = value.abs().max().float()
         old = parts["whole"].source[...].float()
-        if not (most / _E2M1 * old <= _FLOAT8 * 1.03).all():  # what is rounded to the largest scale
+        if not (
+            most / _E2M1 * old <= _FLOAT8 * 1.03
+        ).all():  # tolerance for values that are rounded to the largest scale
             whole = (_FLOAT8 * _E2M1 / most).expand_as(old).clone()
             made["whole"] = whole.view(parts["whole"].source.shape)
     for index, matrix in zip(
@@ -156,7 +163,7 @@ def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:
 def _encode_rows(
     weight: DequantizedOnDisk, spans: Box, now: Tensor, whole: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return the stored words of the rows ``spans`` with values ``now``, by part; ``whole``: with one new scale."""
+    """Return the stored words of the rows ``spans`` with values ``now``, by role; ``whole`` is a new tensor scale."""
     parts = weight.parts
     columns = now.shape[1]
     scales = parts["scales"]
@@ -174,7 +181,8 @@ def _encode_rows(
         return words
     if prod(scales.source.shape[:-2]) < prod(weight.shape[:-2]):
         raise CheckpointError(
-            "one scale is stored for several matrices, which have changed: save it without quantization="
+            "the checkpoint stores one scale for several matrices, and their values have changed: save the model "
+            "without quantization="
         )
     old = Codes(
         _blocks(read["values"], height, width),
@@ -225,7 +233,9 @@ def _encode_rows(
 
 
 def _blocks(tensor: Tensor, height: int, width: int, fill: bool = False) -> Tensor:
-    """Return a matrix as blocks ``[rows, height, columns, width]``, filled up at its lower and right edge."""
+    """Return a matrix as blocks ``[rows, height, columns, width]``, padded with ``fill`` at its lower and right
+    edges.
+    """
     down = -tensor.shape[0] % height
     across = -tensor.shape[1] % width
     whole = tensor
@@ -241,7 +251,7 @@ def _blocks(tensor: Tensor, height: int, width: int, fill: bool = False) -> Tens
 def _quantized(
     weight: DequantizedOnDisk, blocks: Tensor, like: Codes, whole: Tensor | None
 ) -> Codes:
-    """Quantize blocks ``[rows, height, columns, width]`` of float32 values, to the types of ``like``."""
+    """Quantize blocks ``[rows, height, columns, width]`` of float32 values, to the dtypes of ``like``."""
     most = blocks.abs().amax((1, 3))
     if like.values.dtype.is_floating_point:
         return _float8(blocks, most, like)
@@ -257,7 +267,7 @@ def _quantized(
 
 
 def _float8(blocks: Tensor, most: Tensor, like: Codes) -> Codes:
-    """Quantize to 8-bit floating point, as the host's quantizer does on a GPU."""
+    """Quantize to 8-bit floating point, like transformers' quantizer on a GPU."""
     top = torch.finfo(like.values.dtype).max
     kind = like.scales.dtype
     factor = torch.where(
@@ -278,7 +288,7 @@ def _float8(blocks: Tensor, most: Tensor, like: Codes) -> Codes:
 
 
 def _integers(blocks: Tensor, most: Tensor, top: int, like: Codes) -> Codes:
-    """Quantize to whole numbers from ``-top`` to ``top - 1``, as compressed-tensors does."""
+    """Quantize to integers from ``-top`` to ``top - 1``, like compressed-tensors."""
     if like.zeros is None:
         scales = most / (top - 0.5)
         zeros = torch.zeros_like(most)
@@ -301,7 +311,7 @@ def _integers(blocks: Tensor, most: Tensor, top: int, like: Codes) -> Codes:
 
 
 def _e2m1(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return the nearest E2M1 codes, of two equally near the even one."""
+    """Return the nearest E2M1 codes; of two equally near codes, the even one."""
     scales = torch.where(scales > 0, scales.float(), 1.0)[:, None, :, None]
     size = (blocks / scales).abs()
     codes = (size > 0.25).to(torch.uint8) + (size >= 0.75) + (size > 1.25) + (size >= 1.75)
@@ -314,7 +324,7 @@ def _power(exponents: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return 8-bit floating point as bytes, which ``torch.where`` takes; others as they are."""
+    """Return 8-bit floating-point numbers as bytes, which ``torch.where`` supports; return other tensors unchanged."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 

@@ -28,18 +28,20 @@ from ...errors import CheckpointError
 from . import arithmetic
 from .scheme import GEMMA, INT8, TORCHAO, Scheme, StoredForm
 
-Found = Mapping[str, TensorOnDisk]  # the stored tensors of one weight, by their part in it
+Found = Mapping[str, TensorOnDisk]  # the stored tensors of one weight, by their role
 
 
 @dataclass(frozen=True)
 class Form:
-    """Describe one form."""
+    """Describe one form of stored quantized weights."""
 
-    scales: str  # ending of the names of its scales, by which weights are found
-    values: str  # ending of the name of the values, in place of that of the scales
-    shown: str  # ending of the name that the weight has in a plain checkpoint
-    make: Callable[[str, Found, Scheme], DequantizedOnDisk]  # makes the lazy weight of its tensors
-    # endings of further tensors that belong to the weight -> their part in it; ``None``: not needed
+    scales: str  # suffix of the names of scales, by which quantized weights are found
+    values: str  # suffix of the name of the values, which replaces the suffix of the scales
+    shown: str  # suffix of the weight's name in a plain checkpoint
+    make: Callable[
+        [str, Found, Scheme], DequantizedOnDisk
+    ]  # creates the lazy weight from its stored tensors
+    # suffixes of further tensors that belong to the weight -> their role; ``None``: not needed
     beside: Mapping[str, str | None]
 
 
@@ -84,7 +86,7 @@ def _plain_codes(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
         for name in ("scales", "zeros")
         if name in found
     }
-    # The host multiplies experts that it merges in another type than the weight of a module.
+    # The arithmetic of experts that transformers merges, which has another dtype than for a module's weight.
     merged = arithmetic.blocks_in_float32 if values.dtype.is_floating_point else None
     return DequantizedOnDisk(values.shape, parts, arithmetic.in_type_of_scales, if_merged=merged)
 
@@ -107,8 +109,9 @@ def _integers(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
     words = arithmetic.codes_in_int32(bits)
     if values.shape[1] != -(-shape[1] * bits // 32):
         raise CheckpointError(
-            f"{key} has {values.shape[1]} words per row for {shape[1]} numbers of {bits} bits, so its config describes "
-            "another weight: download the checkpoint again, or mend quantization_config in its config.json"
+            f"{key} has {values.shape[1]} words per row for {shape[1]} numbers of {bits} bits, so its "
+            "quantization_config describes other weights: download the checkpoint again, or correct "
+            "quantization_config in its config.json"
         )
     parts = {
         "values": StoredPart(values, columns=words),
@@ -138,8 +141,8 @@ def _torchao(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
     values = found["values"]
     if "before" in found:
         raise CheckpointError(
-            f"{key} is stored with a scale of its inputs (SmoothQuant), which is no part of a weight: use a checkpoint "
-            "with weights of 16 or 32 bits"
+            f"{key} is stored with a scale of its inputs (SmoothQuant), which a dequantized weight cannot include: use "
+            "a checkpoint with weights of 16 or 32 bits"
         )
     parts = {"values": StoredPart(values)}
     parts |= {
@@ -198,7 +201,7 @@ FORMS[GEMMA] = (
     Form(".weight_scale", ".weight", ".weight", _gemma, _CALIBRATED),
     Form(".embedding_scale", ".embedding_quantized", ".weight", _gemma, {}),
 )
-"""The host's name of the method -> its forms, of which the first that fits a weight counts."""
+"""Map transformers' name of a quantization method to its forms; the first form that fits a weight is used."""
 
 _ENDINGS = (".weight", "_proj", "_packed", "_blocks", "_qdata", "_quantized")
 _CODES = {torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32}
@@ -207,7 +210,9 @@ _CODES = {torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch
 def as_plain(
     stored: Mapping[str, TensorOnDisk], described: StoredForm | None
 ) -> dict[str, TensorOnDisk]:
-    """Return a plain checkpoint's tensors in place of those quantized as ``described``, which must fit together."""
+    """Replace stored tensors that are quantized as ``described`` by lazy plain tensors; raise if they do not fit
+    together.
+    """
     return dict(stored) if described is None else _dequantized(stored, described)
 
 
@@ -230,8 +235,8 @@ def _dequantized(
             found = {"values": values, "scales": stored[name], **beside}
             if f"{base}.weight_g_idx" in stored:
                 raise CheckpointError(
-                    f"{base} has its columns in another order (weight_g_idx), which neither the host nor hfscale "
-                    "undoes: use a checkpoint that was quantized without actorder"
+                    f"{base} has its columns in another order (weight_g_idx), which neither transformers nor hfscale "
+                    "can undo: use a checkpoint that was quantized without actorder"
                 )
             weight = form.make(base, found, described.scheme(base))
             weight.stored_as = {
@@ -249,9 +254,9 @@ def _dequantized(
     )
     if lost is not None:
         raise CheckpointError(
-            f"{lost} is stored in {str(rest[lost].dtype).removeprefix('torch.')} and has no scales beside it as "
-            f"{described.method} stores them, so its quantization_config is of other files: use a checkpoint with "
-            "weights of 16 or 32 bits"
+            f"{lost} is stored in {str(rest[lost].dtype).removeprefix('torch.')} and has no scales beside it, which "
+            f"{described.method} stores for every weight, so its quantization_config does not describe these files: "
+            "use a checkpoint with weights of 16 or 32 bits"
         )
     return {**rest, **weights}
 
@@ -268,7 +273,7 @@ def load_weights_as(
     targets: Mapping[str, Destination],
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
-    """Let quantized weights be read in the dtypes of the parameters that they load into, with the host's arithmetic."""
+    """Set the dtype and arithmetic of each lazy weight: the dtype of its parameter, and transformers' operations."""
     for key, tensor in stored.items():
         if isinstance(tensor, DequantizedOnDisk):
             found = targets[key]
@@ -276,11 +281,11 @@ def load_weights_as(
 
 
 def _matrices(tensor: TensorOnDisk, values: TensorOnDisk) -> TensorOnDisk:
-    """Return scales seen with as many dims as the values: one number, one per matrix, or a grid."""
+    """Return scales as a view with as many dims as the values: one number, one per matrix, or a grid."""
     missing = len(values.shape) - len(tensor.shape)
     if not missing:
         return tensor
-    # One per row, or one in all, or one per matrix
+    # One scale per row, one in all, or one per matrix.
     shape = (
         (*tensor.shape, *(1,) * missing)
         if tensor.shape[:1] == values.shape[:1]
@@ -295,7 +300,7 @@ def _grid(
     shape: tuple[int, ...],
     block: tuple[int, int] | None = None,
 ) -> StoredPart:
-    """Return scales of blocks: of ``block`` if their number fits, else of the size that divides the weight."""
+    """Return scales of blocks of size ``block`` if their number fits, otherwise of the size that divides the weight."""
     along = []
     for dim, size, wanted in zip(
         (-2, -1),
@@ -310,11 +315,12 @@ def _grid(
             along.append(Along(size // count))
         else:
             raise CheckpointError(
-                f"{key} of shape {shape} has scales of shape {scales.shape}, which are no blocks of it: download the "
-                "checkpoint again, or set weight_block_size in its config.json"
+                f"{key} of shape {shape} has scales of shape {scales.shape}, which do not correspond to blocks of this "
+                "weight: download the checkpoint again, or set weight_block_size in its config.json"
             )
     if prod(scales.shape[:-2]) not in (1, prod(shape[:-2])):
         raise CheckpointError(
-            f"{key} of shape {shape} has scales of shape {scales.shape}: download the checkpoint again"
+            f"{key} of shape {shape} has scales of shape {scales.shape}, which do not fit: download the checkpoint "
+            "again"
         )
     return StoredPart(scales, *along)

@@ -1,4 +1,4 @@
-"""What a config says of weights that its checkpoint stores quantized: ``quantization_config`` in ``config.json``."""
+"""Read ``quantization_config`` in ``config.json``, which describes weights that a checkpoint stores quantized."""
 
 import json
 import re
@@ -13,13 +13,13 @@ from ...errors import ConfigError
 from ...plan.quantized import AS_STORED
 
 OF_GGUF = "gguf"
-"""The host's name of the method of what it loads from GGUF files."""
+"""Transformers' name of the quantization method of GGUF files."""
 INT8 = "llm_int8"
-"""Our name of bitsandbytes' 8 bits, which is a method of its own in a file."""
+"""Hfscale's name of bitsandbytes' 8 bits, which is a separate method in a file."""
 TORCHAO = "torchao"
 GEMMA = "gemma"
 READ = ("fp8", "mxfp8", "mxfp4", "compressed-tensors", INT8, TORCHAO, GEMMA)
-"""The host's names of the methods whose weights are read as plain values."""
+"""Transformers' names of the methods whose weights hfscale can dequantize."""
 ENCODED = READ[:4]
 """List the methods in which a save quantizes again."""
 _TORCHAO_TYPES = {
@@ -50,11 +50,13 @@ _INSTEAD = (
 
 @dataclass(frozen=True)
 class Scheme:
-    """Describe how one weight is quantized, as far as its stored tensors do not tell."""
+    """Describe the properties of a quantized weight that cannot be read from its stored tensors."""
 
-    bits: int = 4  # of a number
-    group: int = 0  # consecutive numbers of a row with one scale; 0: all of it
-    block: tuple[int, int] | None = None  # rows and columns with one scale, if it says so
+    bits: int = 4  # bits per number
+    group: int = 0  # consecutive numbers of a row with one scale; 0: the whole row
+    block: tuple[int, int] | None = (
+        None  # rows and columns with one scale, if the config gives them
+    )
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,15 @@ class StoredForm:
         )
 
     def _bits_of_gemma(self, name: str) -> int:
-        """Return the bits of a module: those of the first pattern of its name, or of all others."""
+        """Return the bits of a module: from the first pattern that matches its name, or the default."""
         own: dict[str, dict[str, Any]] = self.values.get("module_quant_configs") or {}
         found = next((each for pattern, each in own.items() if re.search(pattern, name)), {})
         return int(found.get("num_bits") or self.values.get("num_bits") or 4)
 
     def bytes_per_value(self, name: str, shape: tuple[int, ...]) -> float:
-        """Return the bytes of a value of the weight ``name``, with its share of scales; 0: stored plain, it says."""
+        """Return the bytes of a value of the weight ``name``, including its fraction of the scales; 0: not quantized
+        according to the config.
+        """
         if self.method == "mxfp4":
             return 0.5 + 1 / 32 if ".experts." in name else 0.0
         scheme = self.scheme(name)
@@ -107,14 +111,14 @@ class StoredForm:
 
 
 def _names(pattern: str, name: str) -> bool:
-    """Return whether a pattern of names, as the host or compressed-tensors writes it, is of a module ``name``."""
+    """Return whether a pattern of transformers or compressed-tensors matches the module ``name``."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
     return f".{pattern}." in f".{name}."
 
 
 def _group(groups: list[dict[str, Any]], experts: bool) -> dict[str, Any]:
-    """Return the group of a config of compressed-tensors that the host takes for experts, or for other layers."""
+    """Return the group of a compressed-tensors config that transformers applies to experts, or to other layers."""
 
     def of_experts(group: dict[str, Any]) -> bool:
         return any(target.startswith("re:") and "experts" in target for target in group["targets"])
@@ -127,9 +131,11 @@ def _group(groups: list[dict[str, Any]], experts: bool) -> dict[str, Any]:
 
 
 def split_stored_form(config: Any) -> tuple[Any, StoredForm | None]:
-    """Return a config without its description of weights read as plain values, and their form; or itself, ``None``.
+    """Return a copy of the config without the description of its quantized weights, and their form; or the config
+    itself and ``None`` if hfscale does not dequantize them.
 
-    Of a model that the host made of a GGUF file, the description stays in the config, though nothing is quantized.
+    For a model that transformers built from a GGUF file, the description stays in the config, although nothing is
+    quantized.
     """
     found = description(config)
     form = _form(found)
@@ -142,7 +148,7 @@ def split_stored_form(config: Any) -> tuple[Any, StoredForm | None]:
 
 
 def form_in(directory: Path) -> StoredForm | None:
-    """Return the form of the quantized weights of a checkpoint in a directory; ``None``: there are none."""
+    """Return the form of the quantized weights of a checkpoint in a directory; ``None`` if no weights are quantized."""
     file = directory / "config.json"
     config = json.loads(file.read_bytes()) if file.exists() else {}
     return _form(
@@ -152,7 +158,7 @@ def form_in(directory: Path) -> StoredForm | None:
 
 
 def describe_form(directory: Path, form: StoredForm | None) -> None:
-    """Let the config of a checkpoint in a directory describe quantized weights; ``None``: plain ones."""
+    """Write the description of ``form`` into the config of a checkpoint in a directory; ``None``: remove it."""
     file = directory / "config.json"
     config = json.loads(file.read_bytes())
     for holder in (config, config.get("text_config") or {}):
@@ -173,7 +179,9 @@ def _form(values: Mapping[str, Any] | None) -> StoredForm | None:
 
 
 def check_asked_form(config: Any, given: Any) -> Any:
-    """Return a user's quantization config; ``None``: it asks for plain values. Refuse a form of other checkpoints."""
+    """Return a user's quantization config, or ``None`` if it requests dequantized weights. Raise :class:`ConfigError`
+    for a form that is not the checkpoint's.
+    """
     plain = getattr(given, "dequantize", False)
     kept = not plain and (
         method_of(given) in READ or (isinstance(given, str) and given == AS_STORED)
@@ -197,13 +205,13 @@ def check_asked_form(config: Any, given: Any) -> Any:
 
 
 def method_of(given: Any) -> Any:
-    """Return the host's name of the method of a quantization config; ``None`` for other things."""
+    """Return transformers' name of the method of a quantization config; ``None`` for any other object."""
     method = getattr(given, "quant_method", None)
     return getattr(method, "value", method)
 
 
 def description(config: Any) -> dict[str, Any] | None:
-    """Return what a model's config says of quantized weights, with a ``quant_method``; ``None``: nothing."""
+    """Return the description of quantized weights in a model's config, with a ``quant_method``, or ``None``."""
     holders = (config, config.get_text_config(decoder=True))
     found = next(
         (
@@ -236,7 +244,7 @@ def _types(values: Any) -> set[str]:
 
 
 def why_not_read(values: Mapping[str, Any]) -> str | None:
-    """Return why weights of this description are not read as plain values, and what to do; ``None``: they are."""
+    """Return why weights of this description cannot be dequantized, and a remedy; ``None`` if they can be."""
     method = _named(values)
     reason = ""
     if method not in READ:
@@ -252,7 +260,7 @@ def why_not_read(values: Mapping[str, Any]) -> str | None:
 
 
 def _unread_of_compressed(values: Mapping[str, Any]) -> str:
-    """Return what of compressed-tensors is not read; nothing if all is."""
+    """Return the features of a compressed-tensors config that hfscale cannot read; empty if it can read all."""
     groups = (values.get("config_groups") or {}).values()
     formats = {
         values.get("format"),

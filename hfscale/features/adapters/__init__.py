@@ -1,10 +1,10 @@
-"""Adapters by PEFT over every axis: LoRA (Hu et al. 2021), DoRA, rsLoRA, PiSSA, OLoRA, IA3, LoHa.
+"""Support PEFT's adapters over every axis: LoRA (Hu et al. 2021), DoRA, rsLoRA, PiSSA, OLoRA, IA3, LoHa.
 
-Data flow. A config's adapters are found by wrapping the *full* stock model on the meta device: that tells which modules
-are wrapped, and the shape of every factor, whatever the layout. The plan is extended by them. Then PEFT wraps this
-rank's modules, which have local sizes, so its factors get local sizes too; they are filled with this rank's shard of
-PEFT's initial values (:mod:`.attach`) or of a saved adapter (:mod:`.storage`). The edges of the blocks are hooked
-afterwards, around the wrappers.
+Data flow. PEFT wraps the *full* stock model on the meta device, which shows the modules that a config's adapters wrap,
+and the shape of every factor, in any layout. These factors are added to the plan. Then PEFT wraps this rank's modules,
+which have local sizes, so the factors get local sizes, too. The factors are filled with this rank's shard of PEFT's
+initial values (:mod:`.attach`) or of a saved adapter (:mod:`.storage`). Afterwards, the edges of the blocks are hooked
+around the wrappers.
 """
 
 from ..._compat.peft import is_a_hosts, wrapped_by_peft

@@ -1,8 +1,9 @@
-"""Tensor parallelism for PEFT's adapters inside tensor-parallel blocks.
+"""Install tensor parallelism for PEFT's adapters inside tensor-parallel blocks.
 
-A wrapper computes with local factors, as the projection inside computes with a local weight, and their sum is
-all-reduced, or kept sharded, at the block's edge. The rest is done here: gradients of replicated factors are partial
-and must be summed; DoRA needs the norms of full rows; and dropout before an adapter must draw as its input does.
+A wrapper computes with local factors, and the projection inside it with a local weight; their sum is all-reduced, or
+stays sharded, at the block's edge. This module handles the remaining cases: gradients of replicated factors are partial
+and must be summed; DoRA needs the norms of full rows; and dropout before an adapter must draw equal masks on all ranks
+if its input is replicated, and different masks if it is sharded.
 """
 
 from collections.abc import Callable
@@ -45,8 +46,8 @@ from .whole_projections import install_whole_projections
 
 
 def install_adapter_edges(runtime: Runtime) -> set[nn.Module]:
-    """Make adapters compute with those of the other tensor ranks, if there are adapters and several tensor ranks;
-    return the wrappers whose first factor keeps a shard of its input.
+    """Connect adapters over tensor ranks, if there are adapters and several tensor ranks. Return the wrappers whose
+    first factor saves only a shard of its input for the backward pass.
     """
     plan = runtime.plan
     model = runtime.model
@@ -62,7 +63,7 @@ def install_adapter_edges(runtime: Runtime) -> set[nn.Module]:
             holder, name = owner_of(model, adapter.name)
             once = not _is_summed_bias(plan, adapter) or runtime.mesh.tp_rank == 0
             module = _reader_of(model, adapter, holder)
-            # Factors of experts are read by the module that computes with all experts.
+            # The module that computes with all experts reads the experts' factors.
             if adapter.experts:
                 module = model.get_submodule(adapter.base.rpartition(".")[0])
             if _is_computed_by_all(plan, adapter):
@@ -79,28 +80,36 @@ def install_adapter_edges(runtime: Runtime) -> set[nn.Module]:
 
 
 def _reader_of(model: nn.Module, adapter: AdapterParameter, holder: nn.Module) -> nn.Module:
-    """Return the module that computes with ``holder``: of a vector that all wrappers share, the adapter's own."""
+    """Return the module that computes with ``holder``; for a vector that all wrappers share, the adapter's own
+    module.
+    """
     if adapter.kept_in == UNILORA_VECTOR:
         return module_at(model, adapter.base.rpartition(".")[0])
     return computes_with(model, holder)
 
 
 def _is_computed_by_all(plan: Plan, adapter: AdapterParameter) -> bool:
-    """Return whether every tensor rank computes the whole gradient of a module's part in a vector that all share."""
+    """Return whether every tensor rank computes the full gradient of a module's part of a vector that all modules
+    share.
+    """
     base = plan.by_name[adapter.base]
     whole = base.cut_over("tp") is None and "tp" not in base.partial
     return whole and adapter.kept_in == UNILORA_VECTOR
 
 
 def _read_by_first(sums: PartialSums, first: bool, leaf: Tensor) -> Tensor:
-    """Return a parameter as it is computed with where the ranks' gradients, whole ones, are summed."""
+    """Return a parameter for use in a module where every rank computes the full gradient, although gradients are
+    summed.
+    """
     read = sums.read(leaf)
-    # Others have a gradient of zeros, since the sum may be a collective of the backward pass.
+    # Other ranks need a gradient of zeros, because the sum may be a collective of the backward pass.
     return read if first else read.detach() + 0.0 * read
 
 
 def _is_summed_bias(plan: Plan, adapter: AdapterParameter) -> bool:
-    """Return whether an adapter's parameter is a bias after a row projection, which enters the all-reduce once."""
+    """Return whether an adapter's parameter is a bias after a row projection, which only one rank adds before the
+    all-reduce.
+    """
     of_factor = adapter.kept_in == LORA_B and len(adapter.shape) == 1
     is_bias = of_factor or adapter.kept_in == BEFT_BIAS
     return is_bias and plan.by_name[adapter.base].cut_over("tp") is not None
@@ -115,7 +124,8 @@ def _install_in_block(
 ) -> None:
     stream = tensor.region_of(block.name)
     rank = runtime.mesh.tp_rank
-    # An MLP whose projections are children of its layer (OPT, BERT) is a block around the layer's attention.
+    # If an MLP's projections are children of its layer (OPT, BERT), the MLP's block also contains the layer's
+    # attention.
     inner = [
         f"{other.name}." for other in runtime.plan.blocks if other.name.startswith(f"{block.name}.")
     ]
@@ -126,14 +136,14 @@ def _install_in_block(
     for path, wrapper in runtime.model.get_submodule(block.name).named_modules():
         if unwrapped(wrapper) is wrapper or BASE in path.split("."):
             continue
-        name = f"{block.name}.{path}" if path else block.name  # the stock one
+        name = f"{block.name}.{path}" if path else block.name  # the stock module's name
         if f"{name}.".startswith(tuple(inner)):
             continue
         row = name in block.row
         if row:
             sum_norms(wrapper, sums.group)
         overlap = None if row else tensor.overlaps.get(block.name)
-        # Others may run before the block's entry, and would find what the pass before has left.
+        # Other modules may run before the block's entry, and would read the values of the previous pass.
         if overlap is not None and overlap.regather and name in (*block.column, *block.shared):
             _keep_shares(wrapper, overlap, sums)
             apart.add(wrapper)
@@ -147,7 +157,7 @@ def _install_in_block(
 
 
 def _keep_shares(wrapper: nn.Module, overlap: Overlap, sums: PartialSums) -> None:
-    """Let adapters save only the shard of a block's input, too, if the input is gathered again for weight gradients."""
+    """Let adapters save only a shard of a block's input if this input is gathered again for weight gradients anyway."""
 
     def note(x: Tensor, found: Tensor) -> None:
         if overlap.gathered is not None:
@@ -157,11 +167,11 @@ def _keep_shares(wrapper: nn.Module, overlap: Overlap, sums: PartialSums) -> Non
     if factors:
         note_casts(wrapper, note)
     for factor in factors:
-        overlap.read_by(factor, sums.read)  # it is replicated, with a partial gradient
+        overlap.read_by(factor, sums.read)  # the factor is replicated and has a partial gradient
 
 
 def sum_norms(wrapper: nn.Module, group: dist.ProcessGroup) -> None:
-    """All-reduce DoRA's weight norms of a row projection, of which each rank has a slice of every row."""
+    """All-reduce DoRA's weight norms of a row projection, because each rank has only a slice of every row."""
     for module in modules_in(wrapper, DORA_MAGNITUDES):
         module.get_weight_norm = partial(_norm_over_ranks, group, bool(module.fan_in_fan_out))  # type: ignore[assignment]
 
@@ -194,7 +204,7 @@ def _sampled(
     draw: Callable[[Tensor], Tensor],
     mean: Tensor,
 ) -> Tensor:
-    """Sample what every tensor rank computes as a whole: alike on all of them."""
+    """Sample a value that every tensor rank computes in full, equal on all tensor ranks."""
     if row or not in_cut_stream():
         return draw(mean)
     return drop_again(draw, mean, key)(mean)
@@ -210,7 +220,9 @@ def _dropped(
     overlap: Overlap | None,
     x: Tensor,
 ) -> Tensor:
-    """Drop out a row projection's sharded input by this rank's RNG, and all other inputs alike on all ranks."""
+    """Apply dropout to a row projection's sharded input with this rank's RNG, and to all other inputs with equal masks
+    on all ranks.
+    """
     if not module.training:
         return drop(x)
     if row:

@@ -1,5 +1,5 @@
-"""Wrap a model by a PEFT config, list the parameters that adds, and refuse methods of PEFT's model that would change,
-or write, one rank's shards as if they were the full model.
+"""Wrap a model by a PEFT config, list the added parameters, and replace methods of PEFT's model that would treat one
+rank's shards as the full model.
 """
 
 import copy
@@ -19,8 +19,8 @@ from ...train.runtime.parameter_names import stock_name, unwrapped
 
 
 def wrap(model: Any, config: Any, name: str, autocast: bool = True, beside: bool = False) -> Any:
-    """Return PEFT's model around ``model``, with factors on the meta device; ``beside`` others, ``model`` is PEFT's
-    around them, and returned. Raise :class:`ConfigError` in PEFT's words.
+    """Return PEFT's model around ``model``, with factors on the meta device. With ``beside``, ``model`` is already
+    PEFT's model with other adapters, and is returned with one more. Raise :class:`ConfigError` with PEFT's message.
     """
     try:
         if beside:
@@ -30,7 +30,7 @@ def wrap(model: Any, config: Any, name: str, autocast: bool = True, beside: bool
     except (ValueError, TypeError, NotImplementedError) as error:
         around = class_name(peft.adapted_model(model))
         raise ConfigError(
-            f"PEFT cannot put {type(config).__name__} around {around}: {error}"
+            f"PEFT cannot apply {type(config).__name__} to {around}: {error}"
         ) from error
 
 
@@ -47,11 +47,11 @@ def narrowed(
         result.target_modules = []
     if hasattr(result, "target_parameters"):
         result.target_parameters = list(parameters) or None
-    # IA3 needs them to be among the targets.
+    # IA3 needs the feedforward modules to be among the targets.
     if getattr(result, "feedforward_modules", None) is not None:
         result.feedforward_modules = [n for n in targets if peft.is_feedforward(config, n)]
     result.modules_to_save = list(copies) or None
-    # Ties are the plan's, and rows of tokens are wrapped one module at a time.
+    # The plan handles ties, and token rows are wrapped one module at a time.
     for field in ("trainable_token_indices", "ensure_weight_tying", "modules_to_tie"):
         if hasattr(result, field):
             setattr(result, field, None)
@@ -62,7 +62,9 @@ def narrowed(
 
 
 def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
-    """Return parameters of ``whole`` that are not in the plan, in order; :class:`ConfigError` for unknown kinds."""
+    """Return parameters of ``whole`` that are not in the plan, in order; raise :class:`ConfigError` for unknown
+    kinds.
+    """
     stock = whole.get_base_model()
     modules = dict(stock.named_modules())
     parameters: list[AdapterParameter] = []
@@ -74,8 +76,8 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
         wrapper: Any = modules[wrapper_name]
         if kept_in not in (*peft.ADAPTER_DIMS, *peft.COPIES, peft.IA3_SCALES, peft.TOKEN_ROWS):
             raise ConfigError(
-                f"{type(wrapper).__name__} keeps {kept_in!r} in {wrapper_name}, which hfscale does not know how to "
-                "shard: use LoRA (with DoRA, rsLoRA), IA3 or LoHa"
+                f"{type(wrapper).__name__} keeps {kept_in!r} in {wrapper_name}, which hfscale cannot shard: use LoRA "
+                "(with DoRA, rsLoRA), IA3 or LoHa"
             )
         path = stock_name(wrapper_name)
         inner = unwrapped(wrapper)
@@ -84,11 +86,11 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
         base = f"{path}.{adapted}"
         if base not in plan.by_name:
             raise ConfigError(
-                f"an adapter is on {base}, and the model has no such parameter: correct target_modules or "
+                f"PEFT put an adapter on {base}, but the model has no such parameter: correct target_modules or "
                 "target_parameters"
             )
         owner = owners.setdefault(id(parameter), name)
-        # Experts have an attribute for it.
+        # Wrappers of experts name the parameter in an attribute.
         turned = is_transposed(inner) or isinstance(inner, nn.Embedding)
         parameters.append(
             AdapterParameter(
@@ -108,7 +110,9 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
 
 
 def _split_name(modules: dict[str, nn.Module], name: str) -> tuple[str, str | None, list[str]]:
-    """Split the name of an adapter's parameter: its wrapper, the wrapper's attribute, and the path inside it."""
+    """Split the name of an adapter's parameter into its wrapper, the wrapper's attribute, and the path in the
+    attribute.
+    """
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         wrapper = ".".join(parts[:end])
@@ -123,8 +127,8 @@ def _split_name(modules: dict[str, nn.Module], name: str) -> tuple[str, str | No
 def inject_alone(
     config: Any, name: str, module: nn.Module, path: str, adapters: Sequence[AdapterParameter]
 ) -> dict[str, nn.Parameter]:
-    """Let PEFT put the adapter ``name`` around the stock ``module`` of a model's ``path``, in a model that holds this
-    module alone; return that model's parameters, by name.
+    """Let PEFT add the adapter ``name`` to the stock ``module`` at ``path``, inside a temporary model that contains
+    only this module. Return the temporary model's parameters, by name.
     """
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
@@ -140,7 +144,7 @@ def inject_alone(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         alone = narrowed(config, modules, parameters, ())
-        # PEFT's function for it refuses methods with values for all modules.
+        # PEFT's own injection function raises for methods whose values depend on all modules.
         PEFT_TYPE_TO_TUNER_MAPPING[alone.peft_type](root, alone, adapter_name=name)
     return dict(root.named_parameters(remove_duplicate=False))
 
@@ -163,8 +167,8 @@ def targets_of(adapters: Collection[AdapterParameter]) -> tuple[list[str], list[
 def check_matches(
     asked: Any, resolved: Any, plan: Plan, adapters: Collection[AdapterParameter]
 ) -> None:
-    """Raise :class:`ConfigError` for a target that matches nothing; PEFT does so only if no target matches.
-    ``resolved`` is ``asked`` as PEFT changed it: older models' projection names become parameters of experts.
+    """Raise :class:`ConfigError` for a target that matches nothing; PEFT raises only if no target matches. ``resolved``
+    is the config ``asked`` after PEFT's changes: projection names of older models become parameters of experts.
     """
     modules, parameters, copies = targets_of(adapters)
     modules += [adapter.base.rpartition(".")[0] for adapter in adapters if adapter.tokens]
@@ -185,12 +189,15 @@ def check_matches(
             if target in left and not (is_matched or left_out or by_peft):
                 names = ", ".join(target_names(plan))
                 raise ConfigError(
-                    f"{field} names {target!r}, which matches nothing in the model: it has {names}"
+                    f"{field} names {target!r}, which matches nothing in the model: use names of the model, such as "
+                    f"{names}"
                 )
 
 
 def _is_added_by_peft(config: Any, target: str) -> bool:
-    """Return whether PEFT adds the head ``target`` to what a classifier's config copies, in another model, too."""
+    """Return whether PEFT itself adds the head ``target`` to a classifier's ``modules_to_save``, so that a model may
+    lack it.
+    """
     return target in peft.HEADS and getattr(config, "task_type", None) in peft.CLASSIFYING
 
 
@@ -233,8 +240,8 @@ _CONVERT = "save the adapter by hfscale.save_pretrained, and convert it in one p
 
 
 def guard_methods(peft_model: Any, whole: Any) -> None:
-    """Replace methods that would bypass the plan by errors, and let PEFT count the parameters of the full model, whose
-    adapters are switched with those of this rank's.
+    """Replace methods that would bypass the plan by errors, and let PEFT count the parameters of the full model. The
+    full model's adapters are switched together with this rank's adapters.
     """
     stock = peft_model.get_base_model()
     for name, instead in _REFUSED.items():
@@ -242,7 +249,7 @@ def guard_methods(peft_model: Any, whole: Any) -> None:
             if hasattr(type(holder), name):
                 setattr(holder, name, _refusing(name, instead))
     peft.ask_before_state_dicts(_refuse_parts)
-    for layer in peft.convertible_layers(peft_model):  # asked by convert_to_lora and save_as_lora
+    for layer in peft.convertible_layers(peft_model):  # called by convert_to_lora and save_as_lora
         setattr(layer, peft.CONVERTS, _refusing("conversion to LoRA", _CONVERT))
     peft_model.get_nb_trainable_parameters = whole.get_nb_trainable_parameters
 
@@ -254,7 +261,9 @@ def guard_methods(peft_model: Any, whole: Any) -> None:
 
 
 def _refuse_parts(model: Any) -> None:
-    """Refuse PEFT's ``get_peft_model_state_dict``, often called on one rank alone, if it would return shards."""
+    """Let PEFT's ``get_peft_model_state_dict``, which scripts often call on one rank, raise if it would return
+    shards.
+    """
     runtime = find_runtime(model)
     if runtime is None:
         return

@@ -1,9 +1,10 @@
-"""Attach adapters to a model that has its local sizes, before parts are installed, with PEFT's own initial values in
-every layout.
+"""Attach adapters to a model with local sizes, before parts are installed, with PEFT's own initial values in every
+layout.
 
 Every rank lets PEFT initialize the adapters of one full module at a time, on the CPU, in PEFT's order and with the same
-random numbers, and keeps its shard; adapters of other stages are initialized too, to advance the RNG. If the values
-depend on the adapted weight (PiSSA, Meng et al. 2024; OLoRA, Buyukakyuz 2024; DoRA's magnitudes), it is gathered.
+random numbers, and keeps its shard. Adapters of other pipeline stages are initialized, too, to advance the RNG. If
+initial values depend on the adapted weight (PiSSA, Meng et al. 2024; OLoRA, Buyukakyuz 2024; DoRA's magnitudes), the
+weight is gathered.
 """
 
 import copy
@@ -49,45 +50,45 @@ from .whole_projections import shown_whole
 
 @dataclass(eq=False)
 class Adapters(Part):
-    """A part with PEFT's adapters of one model."""
+    """Hold and install PEFT's adapters of one model."""
 
     peft_model: Any  # PEFT's model around this rank's model
     whole: Any  # PEFT's model around the full model, on the meta device
     first: str  # PEFT's name of the adapter that was attached first
     stock_plan: Plan  # the plan without adapters
-    # The path or Hub id of the saved adapter they were loaded from, if any.
+    # The path or Hub id of the saved adapter from which they were loaded, if any.
     source: str | None = None
-    # wrappers whose first factor keeps a shard of its input
+    # wrappers whose first factor saves only a shard of its input for the backward pass
     apart: set[nn.Module] = field(default_factory=set)
 
     @property
     def active(self) -> list[str]:
-        """PEFT's names of the adapters that compute; of a file's, the one in it."""
+        """Return PEFT's names of the active adapters."""
         return [self.first] if self.peft_model is None else list(self.peft_model.active_adapters)
 
     @property
     def name(self) -> str:
-        """PEFT's name of the active adapter, of several the first."""
+        """Return PEFT's name of the active adapter; of several active adapters, the first one's name."""
         return self.active[0]
 
     @property
     def names(self) -> list[str]:
-        """PEFT's names of all adapters."""
+        """Return PEFT's names of all adapters."""
         return list(self.whole.peft_config)
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Make adapters compute with those of the other tensor ranks. Installed after the edges of blocks."""
+        """Connect adapters over tensor ranks; installed after the edges of blocks."""
         runtime.adapters = self
         self.apart = install_adapter_edges(runtime)
 
     def plan_without(self, runtime: Runtime, live: Mapping[str, nn.Parameter]) -> Plan | None:
-        """Return the plan without the adapters, once PEFT's own functions have merged, unloaded or deleted them."""
+        """Return the plan without the adapters if PEFT's own functions have merged, unloaded or deleted them."""
         gone = any(adapter.name not in live for adapter in runtime.plan.adapters)
         return self.stock_plan if gone else None
 
     def read_saved(self, directory: str, runtime: Runtime) -> dict[str, Tensor]:
-        """Return this rank's shards of the saved adapter, or of all that a model of several has written there; raise
-        :class:`CheckpointError` for other names or shapes.
+        """Return this rank's shards of the saved adapter in ``directory``, or of all adapters if a model with several
+        adapters was saved. Raise :class:`CheckpointError` if names or shapes differ.
         """
         shares: dict[str, Tensor] = {}
         found = saved_directories(self.names, self.name, Path(directory))
@@ -98,8 +99,8 @@ class Adapters(Part):
         return shares
 
     def stored_names(self, runtime: Runtime) -> dict[str, str]:
-        """Return the keys of PEFT's files, and those of what they hold in a state; before a key is the directory of its
-        file, ``b/KEY``, where a model of several adapters writes one.
+        """Map the keys of PEFT's files to the keys of the same tensors in a saved state. For a model with several
+        adapters, a key begins with the directory of its file: ``b/KEY``.
         """
         names: dict[str, str] = {}
         for name, directory in directories_of(self.names, Path()).items():
@@ -119,7 +120,7 @@ class Adapters(Part):
         return keys | {key: f"buffers/{name}" for key, name in fixed.items()}
 
     def buffer_names(self) -> dict[str, str]:
-        """Return the names that all ranks have for buffers of wrappers, by each of a rank's own."""
+        """Map this rank's names of the wrappers' buffers to names that are equal on all ranks."""
         return buffer_names(self.whole, self.name)
 
 
@@ -138,12 +139,12 @@ def attach_adapters(
     fused: bool = True,
     beside: Adapters | None = None,
 ) -> tuple[Adapters, Plan]:
-    """Wrap the modules that ``config`` targets, and add the adapters' values to ``shares``; return the adapters, and
-    the plan with their parameters. The ``model`` has local sizes, and is on the meta device if ``shares``, this rank's
-    final shards by name, hold the values; ``template``, the full stock model on the meta device, is wrapped too. New
-    adapters are drawn by ``seed`` (``None``: torch's current RNG state), others loaded from ``source``. With
-    ``autocast`` factors of 16-bit weights are in 32 bits. ``beside`` other adapters, which the ``plan`` has, the new
-    one is inactive and frozen.
+    """Wrap the modules that ``config`` targets, and add the adapters' values to ``shares``, this rank's final shards by
+    name. Return the adapters, and the plan with their parameters. ``model`` has local sizes, and is on the meta device
+    if ``shares`` hold its values; ``template``, the full stock model on the meta device, is wrapped, too. Values of a
+    new adapter are drawn with ``seed`` (``None``: torch's current RNG state); values of a saved adapter are loaded from
+    ``source``. With ``autocast``, factors of 16-bit weights are in 32 bits. With ``beside``, the model and the ``plan``
+    already have other adapters, and the new adapter is inactive and frozen.
     """
     new = source is None
     if new:
@@ -178,7 +179,7 @@ def attach_adapters(
             for owner, whole_rows in rows.items()
         }
         made.update(loaded)
-    except Exception:  # leave the model as it was, without the adapter
+    except Exception:  # restore the model without the adapter
         if beside is None:
             put_back(model)
         elif name in beside.peft_model.peft_config:
@@ -198,7 +199,7 @@ def _refuse_loftq(config: Any, mesh: Mesh) -> None:
     if getattr(config, "init_lora_weights", True) == "loftq" and mesh.device.type == "cpu":
         raise ConfigError(
             "LoraConfig(init_lora_weights='loftq') is computed by bitsandbytes on an accelerator, got a CPU: use "
-            "'pissa', or make the adapter on a machine with a GPU and give its directory as peft_config"
+            "'pissa', or create the adapter on a machine with a GPU and pass its directory as peft_config"
         )
 
 
@@ -208,9 +209,11 @@ def _keep(
     model: nn.Module,
     names: Mapping[str, str],
 ) -> None:
-    """Put values into ``shares``, in the types of what they replace there, or of the ``model``'s parameters."""
+    """Write values into ``shares``, in the dtypes of the values that they replace, or of the ``model``'s parameters."""
     for parameter, share in made.items():
-        kept: Any = shares.get(parameter)  # a trained weight of the model; may be on another stage
+        kept: Any = shares.get(
+            parameter
+        )  # a trained weight of the model, which may be on another stage
         if kept is None:
             kept = parameter_at(model, names[parameter])
         shares[parameter] = share.to(kept.dtype)
@@ -223,10 +226,10 @@ def _around_local(
     held: Sequence[AdapterParameter],
     beside: Adapters | None,
 ) -> Any:
-    """Return PEFT's model around a rank's ``model``, with the adapters of its modules, ``held``."""
+    """Return PEFT's model around this rank's ``model``, with ``held``, the adapters of its modules."""
     here = narrowed(config, *targets_of(held))
     for option in ("init_lora_weights", "init_weights", "init_ia3_weights"):
-        # Values come later; some cannot be computed from shards of a weight.
+        # Values are set later, because some values cannot be computed from shards of a weight.
         if hasattr(here, option):
             setattr(here, option, False)
     with ExitStack() as stack:
@@ -234,7 +237,7 @@ def _around_local(
         known: Any = model
         if beside is not None:
             known = beside.peft_model
-            # PEFT compares which parameters of experts adapters name, and these are named in full here.
+            # PEFT compares the adapters' names of experts' parameters, but here these names are full paths.
             for other in known.peft_config.values():
                 named = getattr(here, "target_parameters", None)
                 stack.enter_context(attribute_replaced(other, "target_parameters", named))
@@ -251,23 +254,24 @@ def _give_local_shapes(
     shares: dict[str, Tensor],
     autocast: bool,
 ) -> None:
-    """Give every parameter of ``adapters``, this rank's, the plan's local shape, and the dtype that PEFT gives
-    parameters with memory.
+    """Give every parameter of ``adapters``, this rank's adapters, the plan's local shape, and the dtype that PEFT would
+    give to a real parameter.
     """
     here = dict(model.named_parameters(remove_duplicate=False))
     made: dict[str, nn.Parameter] = {}
     for adapter in adapters:
         if adapter.name not in here:
             raise PlanError(
-                f"PEFT did not create {adapter.name}, which the plan has on this rank: report it with the peft_config"
+                f"PEFT did not create {adapter.name}, but the plan has this parameter on this rank: report this with "
+                "the peft_config"
             )
         planned = plan.by_name[adapter.name]
         old = here[adapter.name]
         shape = planned.model_shape(mesh.ranks)
         if tuple(old.shape) != shape and adapter.kept_in != LORA_EMBEDDING_A:
             raise PlanError(
-                f"{adapter.name} must have the shape {shape} on this rank, got {tuple(old.shape)}: report it with the "
-                "peft_config"
+                f"{adapter.name} must have the shape {shape} on this rank, but PEFT created {tuple(old.shape)}: report "
+                "this with the peft_config"
             )
         owner = adapter.tied_to or adapter.name
         if owner not in made:
@@ -275,7 +279,7 @@ def _give_local_shapes(
             encoding = encodings_of(module).get(attribute)
             kept = shares[plan.by_name[adapter.base].tied_to or adapter.base]
             base = kept.dtype if encoding is None else encoding.dtype
-            # PEFT leaves factors beside quantized weights in 32 bits.
+            # PEFT leaves factors of quantized weights in 32 bits.
             kind = type_beside(base, adapter.kept_in, autocast or encoding is not None)
             empty = torch.empty(shape, dtype=kind, device="meta")
             made[owner] = nn.Parameter(empty, requires_grad=old.requires_grad)
@@ -284,7 +288,7 @@ def _give_local_shapes(
 
 
 def _place_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move what wrappers hold besides parameters, which PEFT makes on the CPU (indices of OFT, say), to ``device``."""
+    """Move the wrappers' other tensors, which PEFT creates on the CPU (for example, indices of OFT), to ``device``."""
     wrappers = (module for module in model.modules() if unwrapped(module) is not module)
     for inner in (each for wrapper in wrappers for each in wrapper.modules()):
         held = own_buffers(inner)
@@ -295,8 +299,8 @@ def _place_buffers(model: nn.Module, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class _NewAdapters:
-    """Initial values of adapters, by PEFT on one full module at a time; ``shares`` are this rank's final shards, those
-    of quantized weights by ``dequantized``.
+    """Compute initial values of adapters by PEFT, on one full module at a time. ``shares`` are this rank's final
+    shards; ``dequantized`` returns the shards of quantized weights.
     """
 
     config: Any
@@ -309,8 +313,8 @@ class _NewAdapters:
     def values(
         self, stock: nn.Module, adapters: Sequence[AdapterParameter], seed: int | None
     ) -> dict[str, Tensor]:
-        """Return this rank's shards of ``adapters``, and of weights that their initialization has changed;
-        ``stock`` is the full model on the meta device; without a ``seed`` torch's current RNG state is used.
+        """Return this rank's shards of ``adapters``, and of weights that their initialization has changed. ``stock`` is
+        the full model on the meta device; without a ``seed``, torch's current RNG state is used.
         """
         plan = self.plan
         mesh = self.mesh
@@ -329,7 +333,7 @@ class _NewAdapters:
                 by_module, key=lambda each: any(adapter.experts for adapter in by_module[each])
             ):
                 module = copy.deepcopy(unwrapped(stock.get_submodule(path))).to_empty(device="cpu")
-                # Of a shared vector, the first module's is the one that others have.
+                # If modules share a vector, the first module initializes it.
                 if any(adapter.name in here for adapter in by_module[path]):
                     made |= self._of_module(module, path, by_module[path])
                 else:
@@ -365,16 +369,16 @@ class _NewAdapters:
     ) -> None:
         """Advance the RNG by the random numbers of a module's adapters that are on another stage."""
         config = copy.deepcopy(self.config)
-        config.use_dora = False  # computed from weights, without random numbers
+        config.use_dora = False  # magnitudes are computed from weights, without random numbers
         if getattr(config, "init_lora_weights", True) in DECOMPOSING:
-            config.init_lora_weights = False  # the same
+            config.init_lora_weights = False  # these initial values also need no random numbers
         if needs_weights(config):
             for parameter in module.parameters():
                 parameter.data.zero_()
         inject_alone(config, self.name, module, path, adapters)
 
     def _fill(self, module: nn.Module, path: str) -> dict[str, Tensor]:
-        """Gather the real weights into ``module``; return its own parameters among them, in their own dtype."""
+        """Gather the real weights into ``module``; return the module's own parameters, in their own dtype."""
         weights = {}
         quantized = self.plan.quantized.weights if self.plan.quantized is not None else ()
         for key, parameter in module.named_parameters(recurse=False):
@@ -397,7 +401,9 @@ class _NewAdapters:
 
 @contextmanager
 def _random_numbers(seed: int | None, mesh: Mesh) -> Iterator[None]:
-    """Use the same RNG state on every rank inside the `with` block; without a seed the first rank's, which advances."""
+    """Use the same RNG state on every rank inside the ``with`` block: from ``seed``, or, without a seed, the first
+    rank's state, which then advances.
+    """
     own = torch.random.get_rng_state()
     start = mesh.all_gather_object(
         own if seed is None else torch.Generator().manual_seed(seed).get_state()

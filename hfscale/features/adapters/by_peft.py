@@ -1,7 +1,7 @@
 """Leave a model of one process to PEFT's own functions: every kind of adapter, prompts, several adapters at once.
 
-Nothing is sharded there, so PEFT wraps, saves and merges as around a stock model, and the runtime takes what it adds
-into the plan (:mod:`hfscale.train.runtime.latecomers`).
+In one process nothing is sharded, so PEFT wraps, saves and merges like with a stock model. The runtime adds PEFT's new
+parameters to the plan (:mod:`hfscale.train.runtime.latecomers`).
 """
 
 from pathlib import Path
@@ -22,10 +22,11 @@ def around(
     seed: int | None = None,
     **options: Any,
 ) -> Any:
-    """Return PEFT's model around ``model``, with a new adapter, drawn by ``seed`` (``None``: torch's current RNG
-    state), or the one saved at ``source``, to go on training; ``options`` are others of PEFT's function.
+    """Return PEFT's model around ``model``, with a new adapter, drawn with ``seed`` (``None``: torch's current RNG
+    state), or with the adapter that was saved at ``source``, to continue training. ``options`` are further arguments of
+    PEFT's function.
     """
-    # Scripts may put hfscale's in the place of peft.get_peft_model.
+    # Scripts may replace peft.get_peft_model by hfscale's function.
     from peft.mapping_func import (
         get_peft_model,
     )
@@ -36,14 +37,14 @@ def around(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed or 0)
         made = get_peft_model(given, config, adapter_name=name, **options)
-    if source is not None:  # PEFT itself loads prompts for inference alone
+    if source is not None:  # PEFT itself loads prompts only for inference
         load(made, source)
     return made
 
 
 def found_around(runtime: Runtime, *known: Any) -> Any:
-    """Return PEFT's model around a model with adapters, or a prompt, by PEFT's own functions; ``None`` if there is
-    none, or if all of its adapters are hfscale's. ``known`` are other places to look in.
+    """Return PEFT's model around a model if PEFT's own functions have added adapters or a prompt; ``None`` if there is
+    no PEFT model, or if hfscale added all of its adapters. ``known`` are further modules to search.
     """
     from peft import PeftModel
 
@@ -57,7 +58,7 @@ def found_around(runtime: Runtime, *known: Any) -> Any:
 
 
 def save(runtime: Runtime, model: nn.Module, target: Path) -> bool:
-    """Write all adapters as the library does that added them; return whether one did."""
+    """Write all adapters that PEFT's own functions have added, with PEFT; return whether there were any."""
     peft_model = found_around(runtime, model)
     if peft_model is not None:
         peft_model.save_pretrained(str(target))

@@ -1,9 +1,10 @@
-"""Compute LoRA on PEFT's own wrappers by one operator, which keeps a projection's input once and copies none of it.
+"""Compute LoRA on PEFT's own wrappers by one operator, which saves a projection's input once, without copies.
 
-The projection inside is called as ever, with all that tensor, data and quantized layouts have installed in it; the
-adapter's product is added to its output by :func:`hfscale.distributed.ops.low_rank.add_low_rank`. Factors are read as
-their own forward passes read them, so partial gradients are summed. In each pass a wrapper that computes anything else
-(dropout, DoRA, several adapters, merged ones) or whose inner modules have hooks runs PEFT's own code.
+The wrapped projection is called unchanged, with everything that tensor parallelism, data parallelism and quantization
+have installed in it. :func:`hfscale.distributed.ops.low_rank.add_low_rank` adds the adapter's product to its output.
+Factors are read in the same way as in their own forward passes, so partial gradients are summed. A wrapper runs PEFT's
+own code in every pass in which it computes anything else (dropout, DoRA, several adapters, merged adapters), or if its
+inner modules have hooks.
 """
 
 from types import MethodType
@@ -34,25 +35,25 @@ from ...train.runtime.shards import LocalWeights
 
 _NOTED = "_hfscale_noted_forward"
 _MAKERS = ("bitsandbytes", "hfscale")
-"""Packages whose projections, of any class, return outputs, and gradients of their input, that nothing else holds."""
+"""Packages whose projections return outputs and input gradients to which no other code holds a reference."""
 
 _FRESH = frozenset({"MmBackward0", "AddmmBackward0", "AddBackward0", "UnsafeViewBackward0"})
-"""Nodes of the graph that keep nothing of what they return."""
+"""Autograd nodes that do not save their result."""
 
 _last_cast = LastCast()
 
 
 class FusedAdapters(Part):
-    """A part that lets wrappers of LoRA compute by one operator, inside of all that is installed around them."""
+    """Let LoRA wrappers compute by one operator, inside everything that is installed around the wrappers."""
 
     def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether there are adapters, planned or put in by PEFT in one process, and they are to be fused."""
-        # Selective checkpoints keep results of products, which nothing may write into.
+        """Return whether fusing is on and there are adapters, from the plan or added by PEFT in one process."""
+        # Selective activation checkpointing saves results of products, so these must not be written in place.
         asked = runtime.options.fused_adapters and not recomputed(runtime.plan).keep
         return asked and (runtime.adapters is not None or wrapped_by_peft(runtime.model))
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Replace the forward pass of wrappers but the head's, which the loss calls chunk by chunk."""
+        """Replace the forward pass of all wrappers except the head's, which the loss calls chunk by chunk."""
         left_out = set(getattr(runtime.adapters, "apart", ()))
         head = runtime.plan.head
         if head is not None and runtime.is_local(head):
@@ -62,7 +63,7 @@ class FusedAdapters(Part):
                 _note_forwards(wrapper)
                 wrapper.forward = MethodType(
                     _forward, wrapper
-                )  # no closure, so that a deep copy has its own
+                )  # no closure, so that a deep copy calls the copied wrapper
 
 
 def _is_fused(module: Any) -> bool:
@@ -70,7 +71,7 @@ def _is_fused(module: Any) -> bool:
 
 
 def why_unfused(wrapper: Any) -> str | None:
-    """Return, in words, why a wrapper computes by PEFT's own code; ``None`` if it computes by one operator."""
+    """Return the reason why a wrapper runs PEFT's own code, as a text; ``None`` if it computes by one operator."""
     if not adds_lora(wrapper):
         return f"computed by {type(wrapper).__name__}"
     lora = active_lora(wrapper)
@@ -78,7 +79,7 @@ def why_unfused(wrapper: Any) -> str | None:
 
 
 def _note_forwards(wrapper: Any) -> None:
-    """Remember the forward passes that hfscale has given the modules in a wrapper."""
+    """Record the forward functions that hfscale has set on the modules in a wrapper."""
     factors = (*modules_in(wrapper, LORA_A), *modules_in(wrapper, LORA_B))
     for module in (wrapper.base_layer, *factors):
         setattr(module, _NOTED, _own_forward(module))
@@ -89,20 +90,20 @@ def _own_forward(module: nn.Module) -> Any:
 
 
 def _is_as_noted(module: nn.Module) -> bool:
-    """Return whether nobody has put hooks or another forward pass on a module since, or an adapter beside ours."""
+    """Return whether a module still has no hooks, its recorded forward function, and no adapter of another library."""
     held = vars(module)
     known = held.get(_NOTED, _NOTED) is held.get("forward")
     return known and not is_hooked(module)
 
 
 def _forward(wrapper: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Compute a wrapper's output, as its class does or by one operator."""
+    """Compute a wrapper's output, by its class's own code or by one operator."""
     compiles = torch.compiler.is_compiling()
     plain = not args and not kwargs and (compiles or not is_transformed())
     factors = _factors(wrapper) if plain else None
     if factors is None:
         return type(wrapper).forward(wrapper, x, *args, **kwargs)
-    # A compiler sees through both passes, and adds terms itself.
+    # A compiler traces both code paths and fuses the sums itself.
     if compiles:
         return add_low_rank(wrapper.base_layer(x), x, factors, None)
     return _added_to(wrapper.base_layer, x, factors)
@@ -116,17 +117,17 @@ def _added_to(base: Any, x: Tensor, factors: Factors) -> Tensor:
         y = base(x if term is None else enter(x, term))
         fresh = base_of(y) is None and type(y.grad_fn).__name__ in _FRESH
         return add_low_rank(y if fresh else _copied(y), _last_cast.of(x), factors, term)
-    # Of two dims, since a product with a bias would be a view of them.
+    # Use two dims, because a product with a bias would otherwise be a view.
     rows = as_rows(x)
     term = Term() if trains and not leaves_gradient(x) else None
     y = base(rows if term is None else with_notes_of(x, enter(rows, term)))
-    # Without a term the gradient goes through the graph of what is given.
+    # Without an adapter's term, gradients flow through the graph of the given tensor.
     kept = x if trains and term is None else _last_cast.of(x)
     return add_low_rank(_writable(y), kept, factors, term).view(*x.shape[:-1], y.shape[-1])
 
 
 def _is_plain(base: nn.Module) -> bool:
-    """Return whether what a projection returns, and its gradient, can be written into."""
+    """Return whether a projection's output and its gradient may be overwritten in place."""
     return type(base) in PROJECTIONS or type(base).__module__.partition(".")[0] in _MAKERS
 
 

@@ -28,9 +28,9 @@ from .whole_projections import gathered, whole_paths
 
 
 def refuse_tied(adapters: Any, plan: Plan, kinds: Collection[str] | None = None) -> None:
-    """Raise :class:`ConfigError`, naming the adapter, if a weight to merge into is tied to one without the adapter, or
-    if one of a bias has none to be added to; ``kinds`` are the attributes of wrappers whose adapters are merged
-    (``None``: all).
+    """Raise :class:`ConfigError`, naming the adapter, if a weight to merge into is tied to a weight without the
+    adapter, or if an adapter of a bias has no bias to which it can be added. ``kinds`` are the attributes of wrappers
+    whose adapters are merged (``None``: all attributes).
     """
     stock: Plan = adapters.stock_plan
     names: dict[str, set[str]] = {}
@@ -43,21 +43,21 @@ def refuse_tied(adapters: Any, plan: Plan, kinds: Collection[str] | None = None)
         bias = f"{adapter.base.rpartition('.')[0]}.bias"
         if merged and adapter.kept_in == BEFT_BIAS and bias not in stock.by_name:
             raise ConfigError(
-                f"{adapter.name} must be merged into a bias, got {adapter.base} without one: keep it apart, as "
-                "hfscale.save_pretrained writes it"
+                f"{adapter.name} must be merged into a bias, but {adapter.base} has no bias: save the adapter without "
+                "merging, with hfscale.save_pretrained"
             )
         if merged and adapter.tied_to is None and not same <= alike:
             raise ConfigError(
-                f"{adapter.name} cannot be merged: {' and '.join(sorted(same))} are one weight, and only "
-                f"{adapter.base} has this adapter, which would change the others too: keep it apart, as "
-                "hfscale.save_pretrained writes it, adapt modules of the layers, or train the one weight "
+                f"{adapter.name} cannot be merged: {' and '.join(sorted(same))} are one weight, and merging the "
+                f"adapter of {adapter.base} would change all of them: save the adapter without merging "
+                "(hfscale.save_pretrained), adapt modules of the layers instead, or train the tied weight itself "
                 "(ensure_weight_tying=True, with modules_to_save or trainable_token_indices)"
             )
 
 
 def refuse_not_finite(runtime: Runtime) -> None:
-    """Raise :class:`ConfigError` on every rank, naming the tensor, if a factor or a weight to merge into holds NaN or
-    infinity on one of them; collective.
+    """Raise :class:`ConfigError` on every rank, naming the tensor, if a factor, or a weight to merge into, holds NaN or
+    infinity on any rank; collective.
     """
     plan = runtime.plan
     bad = list[str]()
@@ -77,8 +77,8 @@ def refuse_not_finite(runtime: Runtime) -> None:
     every = runtime.mesh.all_gather_object(bad)
     if any(every):
         rank = next(rank for rank, names in enumerate(every) if names)
-        assert runtime.adapters is not None  # whose caller merges them
-        # In PEFT's words first, which scripts look for.
+        assert runtime.adapters is not None  # the caller merges adapters
+        # The message begins with PEFT's text, which scripts may match.
         raise ConfigError(
             f"NaNs detected in the merged weights. The adapter {runtime.adapters.name} seems to be broken: "
             f"{every[rank][0]} holds NaN or infinity on rank {rank}, and cannot be merged: the model is as it was; "
@@ -89,10 +89,10 @@ def refuse_not_finite(runtime: Runtime) -> None:
 def merge_local_weights(
     adapters: Any, runtime: Runtime, shares: dict[str, Tensor], names: Sequence[str] | None = None
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Merge the adapters ``names`` (``None``: the active ones) of a model that has been taken apart into its weights in
-    ``shares``, this rank's final shards with those of the adapters, changed in place; put the stock modules back, and
-    return the stock model, on the meta device, and its shards. Raise :class:`CheckpointError` on every rank, with the
-    wrappers in place, if that fails on one.
+    """Merge the adapters ``names`` (``None``: the active ones) of a disassembled model into its weights. ``shares`` are
+    this rank's final shards of weights and adapters, and are changed in place. Restore the stock modules, and return
+    the stock model, on the meta device, and its shards. If merging fails on one rank, raise :class:`CheckpointError` on
+    every rank, and keep the wrappers.
     """
     plan = runtime.plan
     mesh = runtime.mesh
@@ -116,7 +116,7 @@ def merge_local_weights(
         except (
             ValueError,
             RuntimeError,
-        ) as error:  # go on: other ranks wait for this one's shards of other weights
+        ) as error:  # continue, because other ranks wait for this rank's shards of other weights
             failure = failure or error
             continue
         for weight, value in weights.items():
@@ -135,8 +135,8 @@ def merge_local_weights(
 def unload_local_weights(
     adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Drop the factors of a model that has been taken apart, put trained copies of modules in their modules' places,
-    and return as :func:`merge_local_weights` does; collective.
+    """Drop the factors of a disassembled model, replace modules by their trained copies, and return the same values as
+    :func:`merge_local_weights`; collective.
     """
     plan = runtime.plan
     mesh = runtime.mesh
@@ -174,7 +174,7 @@ def dequantized_weights(runtime: Runtime, dtype: torch.dtype) -> dict[str, Tenso
 
 
 def put_plain_modules(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]) -> Plan:
-    """Put plain modules with ``shares`` in place of quantized ones and their wrappers; return the stock plan."""
+    """Replace quantized modules and their wrappers by plain modules with ``shares``; return the stock plan."""
     model = runtime.model
     mesh = runtime.mesh
     stock = adapters.whole.get_base_model()
@@ -182,7 +182,7 @@ def put_plain_modules(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
         planned = runtime.plan.by_name[name]
         module, attribute = owner_of(model, name)
         empty = torch.empty(planned.model_shape(mesh.ranks), dtype=share.dtype, device="meta")
-        if len(planned.shape) > 2:  # experts stay transformers' modules even if quantized
+        if len(planned.shape) > 2:  # quantized experts are still transformers' modules
             encodings_of(module).pop(attribute, None)
         else:
             path = name.rpartition(".")[0]
@@ -210,7 +210,7 @@ def _cut_over_data(planned: ParameterPlan, local: Tensor, ranks: dict[str, int])
 
 
 def merge_wrapper(wrapper: Any, names: Sequence[str]) -> None:
-    """Call PEFT's merge of adapters in every wrapper around one module, the inner ones first."""
+    """Call PEFT's merge in every wrapper around one module, inner wrappers first."""
     inner = wrapped(wrapper)
     if inner is not None and wrapped(inner) is not None:
         merge_wrapper(inner, names)
@@ -218,7 +218,7 @@ def merge_wrapper(wrapper: Any, names: Sequence[str]) -> None:
 
 
 def put_back(model: nn.Module) -> None:
-    """Put the stock modules in place of PEFT's wrappers."""
+    """Replace PEFT's wrappers by the stock modules."""
     give_back_methods(model)
     for module in list(model.modules()):
         for name, child in list(own_modules(module).items()):
@@ -227,9 +227,9 @@ def put_back(model: nn.Module) -> None:
 
 
 class WholeMerge:
-    """Merge the adapters ``names`` (``None``: the active ones) of a module at once, into full tensors; or into a
-    rank's, by the wrappers of its ``model``, of which it has the shard of its place in ``mesh``. Raise
-    :class:`ConfigError` as :func:`refuse_tied` does.
+    """Merge the adapters ``names`` (``None``: the active ones), one module at a time, into full tensors. If ``model``,
+    a rank's model, and ``mesh`` are given, merge into this rank's tensors instead, with the wrappers of ``model``.
+    Raise :class:`ConfigError` in the same cases as :func:`refuse_tied`.
     """
 
     def __init__(
@@ -250,11 +250,11 @@ class WholeMerge:
         self._group = None if mesh is None else mesh.tp_group
         self._whole = set(whole_paths(plan)) if mesh is not None else set()
         self._ranks = {} if mesh is None else mesh.ranks
-        # Owned name of a weight -> the adapter with rows of it.
+        # Owned name of a weight -> the adapter with token rows of the weight.
         self._rows: dict[str, AdapterParameter] = {}
         # Names of the adapters' own parameters.
         self.factors = {adapter.name for adapter in plan.adapters}
-        self._copies: dict[str, str] = {}  # owned name of a weight -> that of its trained copy
+        self._copies: dict[str, str] = {}  # owned name of a weight -> name of its trained copy
         self._around: dict[str, list[AdapterParameter]] = {}  # path of a module -> its adapters
         self._path_of: dict[str, str] = {}  # owned name of a weight -> path of its wrapped module
         self._note(adapter for adapter in plan.adapters if adapter.adapter in self._names)
@@ -280,7 +280,9 @@ class WholeMerge:
         return name in self._copies or name in self._rows or name in self._path_of
 
     def parts(self, name: str) -> list[str]:
-        """Return the owned tensors that the merged weight ``name`` needs; weights of one module are merged together."""
+        """Return the owned tensors that are needed to merge the weight ``name``; weights of one module are merged
+        together.
+        """
         if name in self._copies:
             return [self._copies[name]]
         if name in self._rows:
@@ -305,7 +307,9 @@ class WholeMerge:
     def without_start(
         self, config: Any, name: str, parts: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return the weights among ``parts`` as PEFT leaves them beside new factors that are decomposed from them."""
+        """Return the weights among ``parts`` after PEFT has subtracted new factors that it decomposes from these
+        weights.
+        """
         path = self._path_of[name]
         module = copy.deepcopy(unwrapped(self._adapters.whole.get_base_model().get_submodule(path)))
         module.to_empty(device="cpu")
@@ -360,13 +364,13 @@ class WholeMerge:
         return {base: self._own(base, path, value) for base, value in weights.items()}
 
     def _read(self, base: str, path: str, value: Tensor) -> Tensor:
-        """Return a copy of a weight as its wrapper merges into it: as a whole, if adapters need it so."""
+        """Return a copy of a weight for its wrapper to merge into: the full weight if adapters need it."""
         if self._mesh is None or path not in self._whole:
             return value.clone()
         return gathered(self._plan.by_name[base], value, self._mesh).clone()
 
     def _own(self, base: str, path: str, value: Tensor) -> Tensor:
-        """Return this rank's shard of a merged weight, which data axes do not cut."""
+        """Return this rank's shard of a merged weight, without sharding over data axes."""
         if path not in self._whole:
             return value
         planned = self._plan.by_name[base]
@@ -377,13 +381,13 @@ class WholeMerge:
         return adapter.tied_to or adapter.name
 
     def _with_rows(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return the weight ``name`` with its adapter's rows in the place of its own."""
+        """Return the weight ``name`` with its adapter's token rows in place of its own rows."""
         planned = self._plan.by_name[name]
         held = replace(planned, cuts=()) if self._model is None else planned
         chosen, places = places_in(self._rows[name].tokens, held, self._ranks)
         return with_rows(parts[name], parts[self._owner_of_rows(name)], chosen, places)
 
     def _name_inside(self, base: str, path: str) -> str:
-        """Return the name of a weight inside its module; of a tied one, the name that is in this module."""
+        """Return the name of a weight relative to its module; for a tied weight, its name in this module."""
         names = [p.name for p in self._plan.parameters if base in (p.name, p.tied_to)]
         return next(name for name in names if name.startswith(f"{path}.")).removeprefix(f"{path}.")

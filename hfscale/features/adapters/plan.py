@@ -5,8 +5,9 @@ Low-rank adapters (LoRA, Hu et al. 2021) of a projection ``y = W x``, ``W [out, 
     column, W cut along out    A [r, in]    whole, each rank sees a part of its gradient    B [out/t, r]  cut like W
     row,    W cut along in     A [r, in/t]  cut like W                                      B [out, r]    whole, partial
 
-In words: what runs along a dim that is cut is cut alike; everything else is whole on every rank, and its gradient is
-the sum over the ranks. One table says which dims of an adapter's parameters run along the module's input and output.
+In words: an adapter's dim that runs along a sharded dim of the module is sharded in the same way. All other parameters
+are full on every rank, and their gradients are summed over the ranks. One table lists the dims of an adapter's
+parameters that run along the module's input and output.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,9 @@ def plan_adapters(plan: Plan, adapters: Sequence[AdapterParameter]) -> Plan:
 
 
 def _with_ties(stages: StagePlan, adapters: Sequence[AdapterParameter]) -> StagePlan:
-    """Return the stages with the ties between adapters that share a tensor, around weights that are tied alike."""
+    """Return the stages with ties between adapters that share a tensor, because their weights are tied in the same
+    way.
+    """
     names: dict[str, list[str]] = {}
     for adapter in adapters:
         names.setdefault(adapter.tied_to or adapter.name, []).append(adapter.name)
@@ -62,7 +65,7 @@ def _planned(plan: Plan, adapter: AdapterParameter) -> ParameterPlan:
                 partial = ("tp",)
             else:
                 cuts.append(_cut_along(across, dim, base.shape[across.dim], adapter.shape[dim]))
-        # Ranks compute parts of it in most of the modules that share it.
+        # In most modules that share the vector, each rank computes only a part of its gradient.
         if adapter.kept_in == UNILORA_VECTOR and plan.layout.tp > 1:
             partial = ("tp",)
         cuts += data_cut(plan.layout, spread is not None)
@@ -80,14 +83,16 @@ def _planned(plan: Plan, adapter: AdapterParameter) -> ParameterPlan:
 
 
 def _cut_along(across: Cut, dim: int, length: int, own: int) -> Cut:
-    """Return the cut of an adapter's ``dim`` of ``own`` entries, which belong to ``length`` of the module, in order."""
+    """Return the cut of an adapter's ``dim``, whose ``own`` entries correspond, in order, to ``length`` entries of the
+    module's dim.
+    """
     parts = tuple(part * own // length for part in across.parts)
     return replace(across, dim=dim, parts=parts)
 
 
 def _dim_along(adapter: AdapterParameter, cut: Cut, ndim: int) -> int | None:
     """Return the adapter's dim that corresponds to the dim of ``cut`` in the adapted parameter, if any."""
-    # A row of an embedding or a head, whichever of them is the input.
+    # Token rows [n, hidden] have the weight's hidden dim, both in an embedding and in a head.
     if adapter.kept_in == TOKEN_ROWS:
         return (None, 1)[cut.dim]
     along_input = cut.dim - (ndim - 2) == (0 if adapter.transposed else 1)
@@ -125,7 +130,7 @@ def describe_coverage(plan: Plan) -> str:
 
 
 def _coverage(plan: Plan) -> dict[str, tuple[int, int]]:
-    """Count the parameters with adapters, and all, by kind: matrices without the adapters' own."""
+    """Count, by kind, the model's matrix parameters that have adapters, and all of its matrix parameters."""
     adapted = {adapter.base for adapter in plan.adapters if not adapter.tokens}
     by_rows = {a.base: prod(a.shape) for a in plan.adapters if a.tokens and a.tied_to is None}
     own = {adapter.name for adapter in plan.adapters}

@@ -1,4 +1,4 @@
-"""Plan a model with adapters, and refuse unsupported ones. Needs no processes."""
+"""Plan a model with adapters, and raise for unsupported adapters; needs no processes."""
 
 import copy
 import re
@@ -45,17 +45,17 @@ def plan_with_adapters(
 
 
 def is_known(config: Any, plan: Plan) -> bool:
-    """Return whether hfscale places the adapters of a config itself; in one process PEFT's own functions take others.
+    """Return whether hfscale itself adds a config's adapters; in one process, PEFT's own functions add the others.
 
     Raises:
-        ConfigError: the config is right nowhere.
+        ConfigError: the config is supported in no layout.
     """
     refuse_wrong(config, plan)
     _refuse_quantized_copies(config, plan)
     try:
         _check(config, plan)
     except ConfigError:
-        # PEFT does not know modules that hold such weights.
+        # PEFT does not support modules that hold such weights.
         if plan.quantized is not None and not plan.quantized.by_bitsandbytes:
             raise
         return False
@@ -73,7 +73,7 @@ def wrap_and_plan(
     beside: bool = False,
 ) -> tuple[Any, Plan]:
     """Return PEFT's model around ``template``, and the stock ``plan`` with its parameters; PEFT completes ``config``.
-    With ``beside`` ``template`` is PEFT's model with other adapters, which the plan gets as well.
+    With ``beside``, ``template`` is PEFT's model with other adapters, and the plan includes them, too.
     """
     _check(config, plan)
     asked = copy.deepcopy(config)
@@ -87,7 +87,7 @@ def wrap_and_plan(
         )
         raise ConfigError(f"{error}{hint}") from error
     adapters = adapter_parameters(whole, plan)
-    if new:  # saved configs may list names that this model lacks; there the tensors decide
+    if new:  # saved configs may list names that this model lacks; for saved adapters, the tensors are checked instead
         own = [adapter for adapter in adapters if adapter.adapter == name]
         check_matches(asked, config, plan, own)
     planned = plan_with(whole, adapters, plan, fused)
@@ -112,7 +112,7 @@ def plan_with(
 
 
 def _plan_fused(whole: Any, plan: Plan) -> FusedAdaptersPlan:
-    """Return which projections compute LoRA by one operator, and why others do not."""
+    """Return the projections that compute LoRA by one operator, and the reasons why other projections do not."""
     again: set[str] = set()
     if plan.layout.sequence_regather:
         again = {name for block in plan.blocks for name in (*block.column, *block.shared)}
@@ -129,14 +129,14 @@ def _plan_fused(whole: Any, plan: Plan) -> FusedAdaptersPlan:
         elif path in again:
             reason = "its input is gathered again"
         elif keeps:
-            reason = "recompute_keep keeps results that one operator would write into"
+            reason = "recompute_keep keeps results that the fused operator would overwrite"
         if reason is not None:
             others.append((path, reason))
     return FusedAdaptersPlan(len(paths) - len(others), tuple(others))
 
 
 def _check(config: Any, plan: Plan) -> None:
-    """Refuse unsupported configs before anything is wrapped."""
+    """Raise :class:`ConfigError` for unsupported configs before anything is wrapped."""
     refuse_wrong(config, plan)
     check_config(config)
     tied = next((planned for planned in plan.parameters if planned.tied_to is not None), None)
@@ -149,19 +149,19 @@ def _check(config: Any, plan: Plan) -> None:
     for field in drawn:
         if getattr(config, field, 0.0) and plan.layout.total_size > 1:
             raise ConfigError(
-                f"{type(config).__name__}({field}=...) draws random numbers by the size of each rank's shard, so ranks "
-                "would draw different ones: leave it out, or use one process"
+                f"{type(config).__name__}({field}=...) draws random numbers by the size of each rank's shard, so they "
+                "would differ from the numbers of one process: leave it out, or use one process"
             )
     if getattr(config, "generator_seed", None) is not None and plan.layout.total_size > 1:
         raise ConfigError(
-            f"{type(config).__name__}(generator_seed=...) draws from generators of its own, alike on ranks with "
-            "different batches, and which no state has: leave it out, or use one process"
+            f"{type(config).__name__}(generator_seed=...) draws from separate generators, which are equal on ranks "
+            "with different batches and which no saved state contains: leave it out, or use one process"
         )
     trains_biases = getattr(config, "bias", "none") != "none"
     if method in OF_WHOLE_PROJECTIONS and trains_biases and plan.layout.tp > 1:
         raise ConfigError(
-            f"{type(config).__name__}(bias={config.bias!r}) trains what each tensor rank has a slice of, beside an "
-            "adapter that computes with all of it: leave it out, or use tp_size=1"
+            f"{type(config).__name__}(bias={config.bias!r}) trains biases of which each tensor rank has only a shard, "
+            "but this adapter computes with full biases: leave it out, or use tp_size=1"
         )
     if plan.quantized is not None:
         check_over_quantized(config, plan.quantized, plan.layout.data_world)
@@ -169,7 +169,9 @@ def _check(config: Any, plan: Plan) -> None:
 
 
 def _check_tying(config: Any, plan: Plan, tied: ParameterPlan) -> None:
-    """Refuse low-rank factors on tied weights, and copies of a head that has a bias, which PEFT's tied copy lacks."""
+    """Raise for low-rank factors on tied weights, and for copies of a head with a bias, which PEFT's tied copy
+    omits.
+    """
     wanted = getattr(config, "target_modules", None) or ()
     ends = {name.rpartition(".")[0] for name in (tied.name, str(tied.tied_to))}
     listed = () if isinstance(wanted, str) else wanted
@@ -177,22 +179,23 @@ def _check_tying(config: Any, plan: Plan, tied: ParameterPlan) -> None:
     if isinstance(wanted, str):
         adapted = [end for end in ends if re.fullmatch(wanted, end)]
     if adapted:
-        # PEFT ties factors by views of one storage, each a parameter with a gradient of its own.
+        # PEFT ties factors as views of one storage, but each view is a parameter with its own gradient.
         raise ConfigError(
-            f"ensure_weight_tying=True must have no target_modules on tied weights ({tied.name} is {tied.tied_to}), "
-            f"got {adapted[0]}: train it by modules_to_save or trainable_token_indices, or leave it out"
+            f"ensure_weight_tying=True must have no target_modules on tied weights ({tied.name} is tied to "
+            f"{tied.tied_to}), got {adapted[0]}: train the tied weight with modules_to_save or "
+            "trainable_token_indices, or leave ensure_weight_tying out"
         )
     copies = getattr(config, "modules_to_save", None)
     bias = f"{tied.name.rpartition('.')[0]}.bias"
     if copies and bias in plan.by_name:
         raise ConfigError(
-            f"ensure_weight_tying=True with modules_to_save must be on a head without a bias, got {bias}, which PEFT's "
-            "tied copy leaves out: use trainable_token_indices"
+            f"ensure_weight_tying=True with modules_to_save needs a head without a bias, got {bias}, which PEFT's tied "
+            "copy omits: use trainable_token_indices"
         )
 
 
 def _check_copies(config: Any, plan: Plan) -> None:
-    """Refuse trained copies of modules that are cut, or hold cut or quantized ones."""
+    """Raise for trained copies of modules that are sharded, or that contain sharded or quantized modules."""
     # Copies of experts with their router cannot be expert-parallel.
     mixtures = (
         [mixture.name.rpartition(".")[0] for mixture in plan.mixtures] if plan.layout.ep > 1 else []
@@ -202,14 +205,15 @@ def _check_copies(config: Any, plan: Plan) -> None:
         inside = [name for name in cut if f".{wanted}." in f".{name}."]
         if inside:
             raise ConfigError(
-                f"modules_to_save={wanted!r} is or holds {inside[0]}, and only modules around the layers and single "
-                "projections can be copied: name those, or train the whole model without adapters"
+                f"modules_to_save={wanted!r} is or holds {inside[0]}, but modules_to_save can copy only modules "
+                "outside of the layers, and single projections: name such modules, or train the whole model without "
+                "adapters"
             )
     _refuse_quantized_copies(config, plan)
 
 
 def _refuse_quantized_copies(config: Any, plan: Plan) -> None:
-    """Refuse trained copies of modules whose weights are quantized: they have no gradients, in stock code neither."""
+    """Raise for trained copies of modules with quantized weights, which have no gradients (in stock code, too)."""
     quantized = plan.quantized
     head = plan.head
     for wanted in getattr(config, "modules_to_save", None) or ():
@@ -219,7 +223,8 @@ def _refuse_quantized_copies(config: Any, plan: Plan) -> None:
             if f".{wanted}." in f".{name}."
         ]
         if inside and quantized is not None:
-            # transformers matches prefixes of names, and a user's list replaces its own, which has the head.
+            # transformers matches prefixes of names, and a user's list replaces transformers' own list, which contains
+            # the head.
             paths = [name[: f".{name}.".index(f".{wanted}.") + len(wanted)] for name in inside]
             skipped = list(
                 dict.fromkeys(
@@ -235,13 +240,15 @@ def _refuse_quantized_copies(config: Any, plan: Plan) -> None:
             if not quantized.by_bitsandbytes:
                 instead = "adapt it instead, by target_modules"
             raise ConfigError(
-                f"modules_to_save={wanted!r} trains all weights, and {inside[0]} is {quantized.described}, which have "
-                f"no gradients: {instead}"
+                f"modules_to_save={wanted!r} trains all weights, but {inside[0]} is {quantized.described} and gets no "
+                f"gradients: {instead}"
             )
 
 
 def _check_places(plan: Plan) -> None:
-    """Refuse DoRA on a cut embedding, and adapters on several stages: gradients of the model's own are summed there."""
+    """Raise for DoRA on a sharded embedding, and for adapters on modules of several stages, where only gradients of the
+    model's own parameters are summed.
+    """
     for adapter in plan.adapters:
         embeds = (
             adapter.base == f"{plan.embedding}.weight"
@@ -255,13 +262,13 @@ def _check_places(plan: Plan) -> None:
         if sum(plan.is_local(rank, adapter.name) for rank in range(plan.layout.pp)) > 1:
             path = adapter.base.rpartition(".")[0]
             raise ConfigError(
-                f"{path} runs on several pipeline stages, where adapters around it would diverge: leave it out "
+                f"{path} runs on several pipeline stages, where copies of one adapter would diverge: leave it out "
                 f"(exclude_modules=[{path.rpartition('.')[2]!r}]), or use pp_size=1"
             )
 
 
 def refuse_cut_groups(config: Any, plan: Plan) -> None:
-    """Raise :class:`ConfigError` if RoAd's groups of outputs, each rotated as one, lie across tensor ranks."""
+    """Raise :class:`ConfigError` if one of RoAd's groups of outputs, which are rotated together, spans tensor ranks."""
     size = int(getattr(config, "group_size", 1) or 1)
     for adapter in plan.adapters:
         base = plan.by_name[adapter.base]
@@ -272,14 +279,14 @@ def refuse_cut_groups(config: Any, plan: Plan) -> None:
         spans = [span for rank in range(cut.size) for span in cut.spans(base.shape[0], rank)]
         if any(edge % size for span in spans for edge in span):
             raise ConfigError(
-                f"RoadConfig(group_size={size}) must divide the outputs that each tensor rank has of {adapter.base}, "
-                f"got {spans}: use a smaller group_size, or another tp_size"
+                f"RoadConfig(group_size={size}) must divide the number of outputs of {adapter.base} on each tensor "
+                f"rank, got {spans}: use a smaller group_size, or another tp_size"
             )
 
 
 def type_beside(base: torch.dtype, kept_in: str, autocast: bool = True) -> torch.dtype:
-    """Return an adapter's dtype: PEFT keeps factors of narrower weights in 32 bits, in their own without ``autocast``,
-    and copies in their dtype.
+    """Return an adapter's dtype, by PEFT's rules: factors of quantized weights, and with ``autocast`` of 16-bit
+    weights, are in 32 bits; all other factors, and trained copies, have the weight's dtype.
     """
     wide = base.is_floating_point and (base.itemsize > 2 or not autocast)
     return base if wide or kept_in in COPIES else torch.float32

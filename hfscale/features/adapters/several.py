@@ -1,8 +1,9 @@
-"""Several adapters of one model over ranks: each is planned by the function that plans the first.
+"""Support several adapters of one sharded model: each adapter is planned by the same function as a single one.
 
-PEFT's wrappers hold the factors of all of them, and compute with the active ones. Which those are is PEFT's own note in
-the wrappers; a parameter trains while its adapter is active. So nothing is cut or summed anew when adapters are
-switched: every parameter is planned, and read, as it would be alone. Adding or deleting one takes the model apart.
+PEFT's wrappers hold the factors of all adapters, record which adapters are active, and compute with the active ones. A
+parameter trains while its adapter is active. So switching adapters changes no sharding and no reduction: every
+parameter is planned and read like the parameter of a single adapter. Adding or deleting an adapter disassembles and
+reassembles the model.
 """
 
 from collections.abc import Sequence
@@ -19,9 +20,9 @@ from .storage import DECOMPOSING
 
 
 def refuse_beside(whole: Any, plan: Plan) -> None:
-    """Raise :class:`ConfigError` for adapters that are right over ranks only as a model's one adapter."""
+    """Raise :class:`ConfigError` for adapters that are supported over ranks only if the model has no other adapter."""
     layout = plan.layout.describe()
-    remedy = "give such an adapter a model of its own, or use one process"
+    remedy = "use a separate model for such an adapter, or use one process"
     rows = next((adapter for adapter in plan.adapters if adapter.tokens), None)
     if rows is not None:
         raise ConfigError(
@@ -32,8 +33,7 @@ def refuse_beside(whole: Any, plan: Plan) -> None:
     if fixed is not None:
         raise ConfigError(
             f"several adapters over {layout} must compute with their own parameters alone, got {fixed!r} of "
-            f"{type(whole.peft_config[fixed]).__name__}, whose matrices or tables PEFT makes of all its modules: "
-            f"{remedy}"
+            f"{type(whole.peft_config[fixed]).__name__}, whose matrices or tables PEFT shares between modules: {remedy}"
         )
     inits = {
         name: getattr(config, "init_lora_weights", True)
@@ -43,18 +43,19 @@ def refuse_beside(whole: Any, plan: Plan) -> None:
     if changing is not None:
         raise ConfigError(
             f"several adapters over {layout} must share one base, got {changing!r} with "
-            f"init_lora_weights={inits[changing]!r}, which changes it for all of them: {remedy}"
+            f"init_lora_weights={inits[changing]!r}, which changes the base for all adapters: {remedy}"
         )
     if plan.layout.gradient_compression not in ("no", "bf16", "fp16"):
         raise ConfigError(
-            f"gradient_compression={plan.layout.gradient_compression!r} follows one adapter's gradients, and this "
-            "model would get several: use 'bf16', or leave it out"
+            f"gradient_compression={plan.layout.gradient_compression!r} can compress the gradients of one adapter "
+            "only, but this model would have several: use 'bf16', or leave it out"
         )
 
 
 def let_all_train(model: nn.Module, plan: Plan, pp_rank: int) -> list[str]:
-    """Let the parameters of all adapters of a model that is apart train, as what installs a layout groups them, and
-    return this rank's names of those of inactive ones, to be frozen again.
+    """Set ``requires_grad`` on the parameters of all adapters of a disassembled model, because a layout's installation
+    groups trainable parameters. Return this rank's names of the inactive adapters' parameters, which must be frozen
+    again.
     """
     names = plan.local_names(pp_rank)
     frozen: list[str] = []
@@ -67,20 +68,22 @@ def let_all_train(model: nn.Module, plan: Plan, pp_rank: int) -> list[str]:
 
 
 def directory_by_peft(name: str, target: Path) -> Path:
-    """Return where PEFT writes an adapter of the name ``name``."""
+    """Return the directory into which PEFT writes the adapter ``name``."""
     return target if name == "default" else target / name
 
 
 def directories_of(names: Sequence[str], target: Path) -> dict[str, Path]:
-    """Return where each adapter of a model is written: a model's only one in ``target``, others as PEFT does."""
+    """Return the directory of each adapter for a save: ``target`` for a single adapter, otherwise PEFT's
+    directories.
+    """
     if len(names) == 1:
         return {names[0]: target}
     return {name: directory_by_peft(name, target) for name in names}
 
 
 def saved_directories(names: Sequence[str], active: str, source: Path) -> dict[str, Path]:
-    """Return where each adapter is read again: all of them, if ``source`` has them all as a model of several writes
-    them, and otherwise the active one, from ``source`` itself.
+    """Return the directory from which each adapter is loaded: all adapters, if ``source`` contains all of them in
+    PEFT's directories; otherwise only the active adapter, from ``source`` itself.
     """
     written = directories_of(names, source)
     if len(names) > 1 and all(

@@ -1,7 +1,8 @@
-"""Hold what adapters compute with and nobody trains, as their files name it: VeRA's matrices, UniLoRA's tables.
+"""Handle fixed values of adapters, by the names in their files: VeRA's matrices, UniLoRA's tables.
 
-PEFT makes such values from all modules that it wraps, so the model of full sizes, without memory otherwise, keeps
-them, and a rank's wrappers, which compute whole projections, share them. A file of another machine may hold others.
+Adapters compute with these values, but do not train them. PEFT creates them from all modules that it wraps, so the
+full-size model, whose other tensors have no memory, holds them, and a rank's wrappers, which compute full projections,
+use the same tensors. A file from another machine may contain different values.
 """
 
 import warnings
@@ -19,8 +20,8 @@ _PREFIX = "base_model.model."
 
 
 def kept_by_peft(whole: Any, name: str, embeddings: Any) -> dict[str, Any]:
-    """Map the keys of a saved adapter, by PEFT's own rules, to names of parameters of the model with its wrappers, or
-    to holders of fixed values; ``embeddings`` is PEFT's ``save_embedding_layers``.
+    """Map the keys of a saved adapter, by PEFT's own rules, to names of parameters in the wrapped model, or to modules
+    that hold fixed values; ``embeddings`` is PEFT's ``save_embedding_layers``.
     """
     from peft import get_peft_model_state_dict
 
@@ -46,7 +47,7 @@ def kept_by_peft(whole: Any, name: str, embeddings: Any) -> dict[str, Any]:
     for layers in (False,) if input_embedding(stock) is None else (False, embeddings):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # Embeddings may be left out.
+            # Embeddings may be omitted.
             warnings.filterwarnings("always", "Could not find a config file")
             written = get_peft_model_state_dict(
                 whole, state_dict=marked, adapter_name=name, save_embedding_layers=layers
@@ -56,14 +57,14 @@ def kept_by_peft(whole: Any, name: str, embeddings: Any) -> dict[str, Any]:
 
 
 def fixed_holders(whole: Any, name: str) -> dict[str, Any]:
-    """Return the holders of fixed values that an adapter's file has, by its keys."""
+    """Return the modules that hold an adapter file's fixed values, by the file's keys."""
     kept = kept_by_peft(whole, name, False)
     return {key: holder for key, holder in kept.items() if isinstance(holder, nn.Module)}
 
 
 def buffer_names(whole: Any, name: str) -> dict[str, str]:
-    """Return, for every name of a fixed value in the model, the first name of the same one in the model of all layers:
-    stages name a value that they share by layers of their own.
+    """Map every name of a fixed value to the first name of the same value in the full model. Pipeline stages need this,
+    because each stage names a shared value by its own layers.
     """
     first: dict[int, str] = {}
     names: dict[str, str] = {}
@@ -75,7 +76,7 @@ def buffer_names(whole: Any, name: str) -> dict[str, str]:
 
 
 def stored_buffers(whole: Any, name: str) -> dict[str, str]:
-    """Return the keys of fixed values in a file, with the names of :func:`buffer_names`."""
+    """Map the keys of fixed values in a file to the names of :func:`buffer_names`."""
     named: dict[int, str] = {}
     for path, holder in fixed_values(whole, name).items():
         if path.startswith(_PREFIX):
@@ -84,30 +85,30 @@ def stored_buffers(whole: Any, name: str) -> dict[str, str]:
 
 
 def read_fixed(whole: Any, name: str, stored: Mapping[str, Any], source: str) -> set[str]:
-    """Give PEFT's model of full sizes the fixed values among ``stored`` tensors; return their keys.
+    """Write the fixed values among ``stored`` tensors into PEFT's full-size model; return their keys.
 
     Raises:
-        CheckpointError: the file of ``source`` lacks one, or has another shape.
+        CheckpointError: the file of ``source`` lacks a fixed value, or its shape differs.
     """
     holders = fixed_holders(whole, name)
     for key, holder in holders.items():
         expected = holder[name]
         if key not in stored:
             raise CheckpointError(
-                f"{source} lacks {key}, which its adapters compute with: save or download the adapter again"
+                f"{source} lacks {key}, which its adapters need in the forward pass: save or download the adapter again"
             )
         given = stored[key][...]
         if given.shape != expected.shape:
             raise CheckpointError(
-                f"{source}: {key} has the shape {tuple(given.shape)}, and the model's is {tuple(expected.shape)}: load "
-                "it onto the model that it was trained on"
+                f"{source}: {key} has the shape {tuple(given.shape)}, but the model needs {tuple(expected.shape)}: "
+                "load the adapter onto the model that it was trained on"
             )
         holder[name] = given.to(expected.dtype)
     return set(holders)
 
 
 def share_fixed(whole: Any, local: Any, name: str, device: torch.device) -> None:
-    """Let the wrappers of a rank's model compute with the fixed values of the model of full sizes."""
+    """Let the wrappers of a rank's model compute with the fixed values of the full-size model."""
     full = fixed_values(whole, name)
     done = set[int]()
     for path, holder in fixed_values(local, name).items():

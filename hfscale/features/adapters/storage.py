@@ -52,7 +52,7 @@ OF_WHOLE_PROJECTIONS = (
     "VERA",
     "WAVEFT",
 )
-"""Methods whose wrappers compute a whole projection on every tensor rank: see ``whole_projections``."""
+"""Methods whose wrappers compute a full projection on every tensor rank: see ``whole_projections``."""
 _METHODS = (
     "LORA",
     "IA3",
@@ -65,7 +65,7 @@ _METHODS = (
     *OF_WHOLE_PROJECTIONS,
 )
 _WHY_REFUSED = {
-    "it starts from a decomposition, or the largest entries, of whole weights": (
+    "its initial values come from a decomposition, or the largest entries, of full weights": (
         "ADAMSS",
         "FROD",
         "OSF",
@@ -73,13 +73,13 @@ _WHY_REFUSED = {
         "SUPERTUNING",
         "TINYLORA",
     ),
-    "its modules share matrices or vectors of the whole model": (
+    "its modules share matrices or vectors that are computed from the whole model": (
         "VBLORA",
         "LILY",
     ),
-    "its files hold more than what it trains": ("DELORA", "GLORA", "SHIRA"),
-    "it runs a second model beside the layers": ("SHADOW",),
-    "it puts tokens, or keys and values, in front of a text, which no plan has": (
+    "its files hold more than its trained parameters": ("DELORA", "GLORA", "SHIRA"),
+    "it runs a second model in addition to the layers": ("SHADOW",),
+    "it adds virtual tokens, or keys and values, before the text, which a plan cannot contain": (
         "ADAPTION_PROMPT",
         "CARTRIDGE",
         "CPT",
@@ -89,25 +89,25 @@ _WHY_REFUSED = {
         "PROMPT_TUNING",
     ),
 }
-# They compute with a weight's own values, or were not tried over quantized ones.
+# Methods that compute with a weight's own values, or were not tested over quantized weights.
 _OF_PLAIN_WEIGHTS = ("LOHA", "HIRA", "ROAD", "BEFT", *OF_WHOLE_PROJECTIONS)
-# Options of LoRA that are refused over ranks, and why; variants that are added later have no reason here.
+# Options of LoRA that raise an error over ranks, and the reason; later variants of PEFT have no reason here.
 _LORA_REFUSED = {
-    "layer_replication": "it runs layers several times, which a plan has once",
-    "megatron_config": "it is of another library's projections",
-    "lora_ga_config": "it starts from gradients of data, which each rank has a part of",
+    "layer_replication": "it runs layers several times, but a plan contains each layer once",
+    "megatron_config": "it replaces projections by another library's",
+    "lora_ga_config": "its initial values come from gradients of data, but each rank has only a part of the data",
     "corda_config": "it starts from activations of data, which each rank has a part of",
     "eva_config": "it starts from activations of data, which each rank has a part of",
     "alora_invocation_tokens": (
-        "PEFT's model counts where it computes from the end of a call's input_ids, which stages and context ranks have "
-        "parts of, and a stock class does not do"
+        "PEFT's model counts where it computes from the end of a call's input_ids, but stages and context ranks have "
+        "only parts of them"
     ),
 }
 _INITS = ("gaussian", "olora", "orthogonal", "loftq")
 DECOMPOSING = ("pissa", "olora")
-"""Starts that take the factors' product out of the weight, which PEFT repeats when it loads the adapter."""
+"""Initializations that subtract the factors' product from the weight; PEFT repeats this when it loads the adapter."""
 _OTHER_DECOMPOSING = ("corda", "loftq", "lora_ga")
-# Which PEFT computes from, or for, a module's own weight.
+# Initializations that PEFT computes from a module's own weight, or that change it.
 _OF_MATRICES = (
     "pissa",
     "olora",
@@ -122,15 +122,15 @@ _CARD = "README.md"
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """What to write of an adapter, as the arguments of PEFT's ``save_pretrained`` ask for it."""
+    """Hold the arguments of PEFT's ``save_pretrained`` that select the files to write."""
 
-    embeddings: bool | str = "auto"  # its save_embedding_layers
+    embeddings: bool | str = "auto"  # PEFT's argument save_embedding_layers
     safetensors: bool = True
     card: bool = False  # write PEFT's model card
 
 
 def weights_file(directory: Path) -> Path:
-    """Return the file with an adapter's weights: safetensors, or that of older versions of PEFT if it is alone."""
+    """Return the file with an adapter's weights: the safetensors file, or, if it is missing, the file of older PEFT."""
     old = directory / _OLD_WEIGHTS
     return old if old.exists() and not (directory / WEIGHTS).exists() else directory / WEIGHTS
 
@@ -149,7 +149,7 @@ def config_class(method: str) -> tuple[type, dict[str, Any]]:
 
 
 def read_config(source: Any) -> tuple[Any, str | None]:
-    """Return a PEFT config, and the path or Hub id of the saved adapter it was read from, if any."""
+    """Return a PEFT config, and the path or Hub id of the saved adapter from which it was read, if any."""
     from peft import PeftConfig
 
     if isinstance(source, PeftConfig):
@@ -181,24 +181,24 @@ def read_config(source: Any) -> tuple[Any, str | None]:
 
 
 def complete_config(given: Any, resolved: Any) -> None:
-    """Write into the caller's config, if ``given`` is one, what PEFT has put into its copy, as its own functions do:
-    the modules that 'all-linear' or a family's default stands for, and the base model's name.
+    """Copy the fields that PEFT has filled in ``resolved`` to ``given``, if the caller passed a config, like PEFT's own
+    functions: the modules for 'all-linear' or a family's default, and the base model's name.
     """
     if type(given) is type(resolved):
         vars(given).update(vars(resolved))
 
 
 def refuse_wrong(config: Any, plan: Plan) -> None:
-    """Raise :class:`ConfigError` for initial values that are right in no layout: a saved adapter would lose them, or
-    PEFT cannot compute them.
+    """Raise :class:`ConfigError` for initial values that are wrong in every layout, because a saved adapter would lose
+    them, or because PEFT cannot compute them.
     """
     init = getattr(config, "init_lora_weights", True)
     if not isinstance(init, str):
         return
     if init.startswith("pissa_niter"):
         raise ConfigError(
-            f"LoraConfig(init_lora_weights={init!r}) is drawn anew when the saved adapter is loaded, onto another base "
-            "than it was trained on: use 'pissa', whose decomposition is exact"
+            f"LoraConfig(init_lora_weights={init!r}) is drawn anew when the saved adapter is loaded, so its base would "
+            "differ from the base in training: use 'pissa', whose decomposition is exact"
         )
     wanted = tuple(f".{target}" for target in getattr(config, "target_parameters", None) or ())
     stacked = [name for name, planned in plan.by_name.items() if len(planned.shape) == 3]
@@ -211,28 +211,29 @@ def refuse_wrong(config: Any, plan: Plan) -> None:
 
 
 def refuse_unfit_files(config: Any, directory: Path) -> None:
-    """Raise :class:`ConfigError` for a saved adapter whose change of the weights its file does not tell."""
+    """Raise :class:`ConfigError` for a saved adapter whose file does not contain its whole change of the weights."""
     if config.is_prompt_learning:
         raise ConfigError(
-            f"{directory} must be an adapter of weights, got {type(config).__name__}, which puts tokens or keys in "
-            "front of a text: load it with PEFT, beside its base"
+            f"{directory} must be an adapter of weights, got {type(config).__name__}, which adds virtual "
+            "tokens or keys before the text: load it together with its base by PEFT"
         )
     init = getattr(config, "init_lora_weights", True)
     if isinstance(init, str) and init.startswith(("pissa_niter", *_OTHER_DECOMPOSING)):
         raise ConfigError(
-            f"{directory} must hold its change of the base, got init_lora_weights={init!r}, whose start changed the "
-            "base as well, by data or random numbers that no file has: merge where it was trained, "
-            "or save it there as plain LoRA (PEFT's path_initial_model_for_weight_conversion)"
+            f"{directory} must contain its whole change of the base, got init_lora_weights={init!r}, whose "
+            "initialization also changed the base, by data or random numbers that no file contains: merge it in the "
+            "process that trained it, or save it in that process as plain LoRA (PEFT's "
+            "path_initial_model_for_weight_conversion)"
         )
 
 
 def check_config(config: Any) -> None:
-    """Raise :class:`ConfigError`, naming the option, if a config is not known to be right over shards."""
+    """Raise :class:`ConfigError`, naming the option, if hfscale does not support a config over shards."""
     method = getattr(config.peft_type, "value", config.peft_type)
     if method not in _METHODS:
         reason = next(
             (why for why, methods in _WHY_REFUSED.items() if method in methods),
-            "hfscale does not know how to shard its parameters",
+            "hfscale cannot shard its parameters",
         )
         raise ConfigError(
             f"peft_type {method} is not supported over ranks: {reason}. Use {', '.join(_METHODS)} (LORA includes DoRA, "
@@ -252,36 +253,37 @@ def check_config(config: Any) -> None:
     init = config.init_lora_weights
     if isinstance(init, str) and init not in (*_INITS, "pissa"):
         raise ConfigError(
-            f"LoraConfig(init_lora_weights={init!r}) is not known to hfscale: use True, False, "
+            f"LoraConfig(init_lora_weights={init!r}) is not supported by hfscale: use True, False, "
             f"{', '.join(map(repr, _INITS))}, or 'pissa'"
         )
     for name in dict.fromkeys((*_LORA_REFUSED, *variants)):
         if name != "use_dora" and getattr(config, name, None):
-            reason = _LORA_REFUSED.get(name, "it is not known to hfscale")
+            reason = _LORA_REFUSED.get(name, "hfscale does not support it")
             raise ConfigError(
                 f"LoraConfig({name}=...) is not supported over ranks: {reason}. Leave it out, or use one process"
             )
 
 
 def check_over_quantized(config: Any, quantized: QuantizedPlan, batch_world: int) -> None:
-    """Raise :class:`ConfigError`, naming the option, if a config is not known to be right over quantized weights."""
+    """Raise :class:`ConfigError`, naming the option, if hfscale does not support a config over quantized weights."""
     bits = quantized.bits
     method = getattr(config.peft_type, "value", config.peft_type)
     if method in _OF_PLAIN_WEIGHTS:
         raise ConfigError(
-            f"{method} needs weights of 16 or 32 bits, and these have {bits}: use LoRA or IA3"
+            f"{method} needs weights of 16 or 32 bits, but the model's weights have {bits} bits: use LoRA or IA3"
         )
     init = getattr(config, "init_lora_weights", True)
     if isinstance(init, str) and init not in ("gaussian", "orthogonal"):
         raise ConfigError(
-            f"LoraConfig(init_lora_weights={init!r}) changes the weights, which would be rounded to {bits} bits once "
-            "more: use True or 'gaussian', or load the weights in 16 or 32 bits"
+            f"LoraConfig(init_lora_weights={init!r}) changes the base weights, which would then be rounded to {bits} "
+            "bits again: use True or 'gaussian', or load the weights in 16 or 32 bits"
         )
     alone = bits == 4 and batch_world == 1 and quantized.by_bitsandbytes
     if getattr(config, "use_dora", False) and not alone:
         raise ConfigError(
             f"LoraConfig(use_dora=True) needs the norms of {bits}-bit weights, which hfscale computes only for 4-bit "
-            "weights without data ranks: use LoRA without it, or tp_size and pp_size alone with load_in_4bit=True"
+            "weights without data-parallel ranks: use LoRA without DoRA, or tp_size and pp_size alone with "
+            "load_in_4bit=True"
         )
 
 
@@ -294,7 +296,7 @@ def needs_weights(config: Any) -> bool:
 
 
 def starts_by_products(config: Any) -> bool:
-    """Return whether initial values are products with the weights, in any dtype, and no decompositions of them."""
+    """Return whether initial values are products with the weights, in any dtype, not decompositions of the weights."""
     return getattr(config.peft_type, "value", config.peft_type) == "DEFT"
 
 
@@ -304,8 +306,9 @@ def stored_names(
     plan: Plan,
     embeddings: Any,
 ) -> dict[str, str]:
-    """Map names of parameters in the plan to their keys in a saved adapter: of several that PEFT may write, the first
-    that it reads. It writes biases of trained copies under the wrapper's name as well, which it ignores as it loads.
+    """Map names of parameters in the plan to their keys in a saved adapter. If PEFT may write several keys for a
+    parameter, the first key that PEFT reads is used: PEFT also writes biases of trained copies under the wrapper's
+    name, but ignores this name when it loads.
     """
     keys: dict[str, str] = {}
     for key, parameter in stored_keys(whole, name, plan, embeddings).items():
@@ -322,9 +325,10 @@ def stored_keys(
 ) -> dict[str, str]:
     """Map keys of a saved adapter to names of parameters in the plan, by PEFT's own rules.
 
-    Besides adapters these are trained biases, and the embeddings if they are adapted: ``embeddings`` is PEFT's
-    ``save_embedding_layers``, whose ``"auto"`` reads the base model's config, maybe from the Hub. A trained copy of an
-    embedding or a head has two keys in a file that holds embeddings: ``lm_head.weight``, and that of its wrapper.
+    In addition to adapters, a file contains trained biases, and embeddings if they are adapted. ``embeddings`` is
+    PEFT's ``save_embedding_layers``, whose value ``"auto"`` reads the base model's config, possibly from the Hub. A
+    trained copy of an embedding or a head has two keys in a file with embeddings: ``lm_head.weight``, and the key of
+    its wrapper.
     """
     adapters = {adapter.name for adapter in plan.adapters}
     live_names: dict[str, str] = {}
@@ -341,8 +345,8 @@ def load_adapter(
     plan: Plan,
     mesh: Mesh,
 ) -> dict[str, Tensor]:
-    """Return this rank's shards of a saved adapter, and give ``whole`` its fixed values; raise
-    :class:`CheckpointError` for other names or shapes.
+    """Return this rank's shards of a saved adapter, and set its fixed values in ``whole``; raise
+    :class:`CheckpointError` if names or shapes differ.
     """
     stored = _read_weights(path)
     for key in read_fixed(whole, name, stored, path):
@@ -354,11 +358,11 @@ def load_adapter(
         planned = plan.by_name[parameter]
         if tuple(tensor.shape) != planned.shape:
             raise CheckpointError(
-                f"{path}: {key} has the shape {tuple(tensor.shape)}, and the model's is {planned.shape}: load it "
-                "onto the model that it was trained on"
+                f"{path}: {key} has the shape {tuple(tensor.shape)}, but the model needs {planned.shape}: load the "
+                "adapter onto the model that it was trained on"
             )
         owner = planned.tied_to or parameter
-        if owner in here:  # maybe by another name of a tied tensor
+        if owner in here:  # possibly under another name of a tied tensor
             shares[owner] = planned.take(tensor, mesh.ranks).clone().to(mesh.device)
     return shares
 
@@ -378,15 +382,16 @@ def _by_parameter(
     keys: Mapping[str, str],
     plan: Plan,
 ) -> dict[str, tuple[str, Tensor]]:
-    """Return the key and the full tensor of each parameter in a saved adapter, whose ``keys`` are of parameters; raise
-    :class:`CheckpointError` if it lacks one, has others, or holds two different tensors of a parameter.
+    """Return the key and the full tensor of each parameter in a saved adapter; ``keys`` maps its keys to parameters.
+    Raise :class:`CheckpointError` if the adapter lacks a parameter, has unexpected keys, or holds two different tensors
+    for one parameter.
     """
     tensors: dict[str, tuple[str, Tensor]] = {}
     for key in (key for key in keys if key in stored):
         first, tensor = tensors.setdefault(keys[key], (key, stored[key]))
         if not torch.equal(tensor, stored[key]):
             raise CheckpointError(
-                f"{path}: {first} and {key} are the same parameter of the model, and differ: save the adapter again"
+                f"{path}: {first} and {key} are the same parameter of the model, but differ: save the adapter again"
             )
     of_file = set(keys.values())
     own = {
@@ -400,7 +405,7 @@ def _by_parameter(
     if missing or extra:
         raise CheckpointError(
             f"{path} does not fit this model: it lacks {len(missing)} of {len(own)} tensors ({missing[:3]}) and has "
-            f"{len(extra)} others ({extra[:3]}): load it onto the model that it was trained on"
+            f"{len(extra)} unexpected ones ({extra[:3]}): load it onto the model that it was trained on"
         )
     return tensors
 
@@ -414,7 +419,9 @@ def adapter_tensors(
     among: Set[str] | None = None,
     embeddings: bool | str = "auto",
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a file's tensors by key (``among``: of these names), full on ranks ``to``; every rank must exhaust it."""
+    """Yield a file's tensors by key (only the names in ``among``, if given), full on the ranks ``to``; every rank must
+    exhaust the iterator.
+    """
     plan = runtime.plan
     names = {}
     only_factors = among is not None and among <= {adapter.name for adapter in plan.adapters}
@@ -461,30 +468,30 @@ def save_adapter(
 
 
 def _write_card(whole: Any, target: Path, directory: Path) -> None:
-    """Write PEFT's model card, or what it makes of the one in ``target``, into ``directory``."""
+    """Write PEFT's model card, or PEFT's update of the card in ``target``, into ``directory``."""
     if (target / _CARD).exists():
         shutil.copyfile(target / _CARD, directory / _CARD)
     whole.create_or_update_model_card(str(directory))
 
 
 def _warn_of_experts(runtime: Runtime) -> None:
-    """Warn if engines would ignore the adapters of experts, since they look for each expert's under its own name."""
+    """Warn if engines would ignore the adapters of experts, because engines expect one adapter per expert's name."""
     plan = runtime.plan
     bases = [adapter.base for adapter in plan.adapters if adapter.experts]
-    # And no router's matrix.
+    # Excludes a router's matrix.
     stacked = next((base for base in bases if len(plan.by_name[base].shape) == 3), None)
     if stacked is None:
         return
     whole = torch.empty(plan.by_name[stacked].shape, device="meta")
     if AsStored(runtime.model, {stacked: whole}).layout.keys() != {stacked}:
         _log.warning(
-            "PEFT loads these adapters of experts, stacked as in %s, and vLLM and SGLang ignore them: for an engine, "
+            "PEFT loads these stacked adapters of experts, such as %s, but vLLM and SGLang ignore them: for an engine, "
             "rewrite the saved adapter with `hfscale convert ADAPTER OUT --adapter-for vllm --base CHECKPOINT`", stacked
         )  # fmt: skip
 
 
 def write_adapter_config(whole: Any, name: str, directory: Path) -> None:
-    """Write ``adapter_config.json``; without a task it names the base's class, as PEFT's own does."""
+    """Write ``adapter_config.json``; without a task, it names the base model's class, like PEFT's own config."""
     config = whole.peft_config[name]
     base = type(whole.get_base_model())
     named = {"base_model_class": base.__name__, "parent_library": base.__module__}

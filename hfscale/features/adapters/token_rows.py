@@ -1,8 +1,8 @@
-"""Rows of tokens that are trained alone: PEFT's ``trainable_token_indices``, around an embedding and a head tied to it.
+"""Train only the rows of some tokens (PEFT's ``trainable_token_indices``), in an embedding and a head tied to it.
 
-The rows ``[n, hidden]`` take the place of ``n`` rows of the weight, which is frozen. They are whole on every tensor
-rank. Where the weight is cut along the vocabulary, a rank computes with those of its own tokens; its gradient is zero
-for the others', and the sum over ranks is the full one::
+The rows ``[n, hidden]`` replace ``n`` rows of the weight, which is frozen. All rows are replicated on every tensor
+rank. If the weight is sharded along the vocabulary, a rank computes only with the rows of its own tokens. Its gradient
+is zero for all other rows, and the sum over ranks is the full gradient::
 
     tokens 3, 64, 69 of 70, over 2 ranks    rank 0: row 0 at 3    rank 1: rows 1, 2 at 64 - 35, 69 - 35
 """
@@ -37,7 +37,7 @@ from ...train.runtime.shards import gather_full
 def places_in(
     tokens: Sequence[int], planned: ParameterPlan, ranks: dict[str, int]
 ) -> tuple[list[int], list[int]]:
-    """Return which of ``tokens`` have their rows in the shard of a weight at ``ranks``, and where in it."""
+    """Return the indices of ``tokens`` whose rows are in the shard of a weight at ``ranks``, and their places in it."""
     chosen: list[int] = []
     places: list[int] = []
     offset = 0
@@ -58,7 +58,9 @@ def with_rows(weight: Tensor, rows: Tensor, chosen: Sequence[int], places: Seque
 
 
 def refuse_unfit(plan: Plan) -> None:
-    """Raise :class:`ConfigError` for tokens that a model lacks, and over ranks for what no rank can tell apart."""
+    """Raise :class:`ConfigError` for tokens that a model lacks, for quantized weights, and over ranks for repeated
+    tokens.
+    """
     quantized = plan.quantized.weights if plan.quantized is not None else ()
     for adapter in plan.adapters:
         base = plan.by_name[adapter.base]
@@ -71,17 +73,17 @@ def refuse_unfit(plan: Plan) -> None:
             )
         if adapter.tokens and adapter.base in quantized and plan.quantized is not None:
             raise ConfigError(
-                f"{asked} rows of plain numbers, got a weight that is {plan.quantized.described}: leave it out of "
-                "quantization"
+                f"{asked} rows of a weight that is not quantized, got a weight that is {plan.quantized.described}: "
+                "exclude the weight from quantization"
             )
         if len(set(adapter.tokens)) < len(adapter.tokens) and plan.layout.total_size > 1:
             raise ConfigError(
-                f"{asked} different tokens, got {list(adapter.tokens)}: name each once"
+                f"{asked} different tokens, got {list(adapter.tokens)}: name each token once"
             )
 
 
 def wrap_local(model: nn.Module, adapters: Sequence[AdapterParameter]) -> None:
-    """Put wrappers around the modules of a rank's model, tied as those of the full one."""
+    """Wrap the modules of a rank's model, with the ties of the full model's wrappers."""
     paths: dict[str, str] = {}
     for adapter in adapters:
         if adapter.kept_in == TOKEN_ROWS:
@@ -92,8 +94,8 @@ def wrap_local(model: nn.Module, adapters: Sequence[AdapterParameter]) -> None:
 
 
 def first_rows(plan: Plan, mesh: Mesh, shares: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the rows ``[n, h]`` that adapters of this rank's modules start from, those of its weights, by the names
-    of adapters with rows of their own; collective over the ranks that hold a weight.
+    """Return the initial rows ``[n, h]`` of adapters of this rank's modules, copied from their weights, by the names of
+    adapters that are not tied to another one; collective over the ranks that hold a weight.
     """
     rows: dict[str, Tensor] = {}
     for adapter in plan.adapters:
@@ -110,7 +112,7 @@ def first_rows(plan: Plan, mesh: Mesh, shares: dict[str, Tensor]) -> dict[str, T
 
 
 def keep_first_rows(model: nn.Module, plan: Plan, mesh: Mesh, rows: dict[str, Tensor]) -> None:
-    """Give the wrappers of this rank's ``model`` the rows that they replace."""
+    """Store the weights' original rows in the wrappers of this rank's ``model``, which replace these rows."""
     for adapter in plan.adapters:
         owner = adapter.tied_to or adapter.name
         if adapter.kept_in == TOKEN_ROWS and plan.is_local(mesh.pp_rank, adapter.name):
@@ -123,7 +125,7 @@ def _layer(model: nn.Module, adapter: AdapterParameter) -> Any:
 
 
 def install_token_rows(runtime: Runtime, sums: PartialSums) -> None:
-    """Let wrappers over several tensor ranks compute with the rows that this rank has a part in."""
+    """Let wrappers over several tensor ranks compute with the rows of this rank's tokens."""
     plan = runtime.plan
     for adapter in plan.adapters:
         partial_here = "tp" in plan.by_name[adapter.name].partial
@@ -148,7 +150,7 @@ def _install(runtime: Runtime, adapter: AdapterParameter, sums: PartialSums) -> 
 
     merge_rows_by(layer, lambda: merged(base.weight))
     if isinstance(base, nn.Embedding):
-        # The embedding's own forward looks up its slice of the vocabulary.
+        # The embedding's own forward looks up ids in its shard of the vocabulary.
         layer.forward = partial(_forward_inside, layer)
         read_through(layer, base, {"weight": merged})
 

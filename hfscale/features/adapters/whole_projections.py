@@ -1,13 +1,14 @@
-"""Adapters that mix all inputs or all outputs of a projection, which every tensor rank then computes as a whole.
+"""Support adapters that mix all inputs or all outputs of a projection, so that every tensor rank computes it in full.
 
-OFT rotates blocks of inputs, HRA reflects all of them, LoKr's product crosses ranks' slices. Such parameters are whole
-on every rank. While a wrapper computes, it has the projection's full weight, gathered and frozen, and the block around
-it sees its slices as ever::
+OFT rotates blocks of inputs, HRA reflects all inputs, and LoKr's product spans several ranks' slices. Parameters of
+such adapters are full on every rank. While a wrapper computes, the projection has its full weight, gathered and frozen,
+but the block around the wrapper still gets and returns this rank's slices::
 
     column    x [.., in] --wrapper, weight [out, in]--> [.., out] --this rank's slice--> [.., out/t]
     row       x [.., in/t] --all-gather--> [.., in] --wrapper--> [.., out], which the first rank alone adds to the sum
 
-So each rank's gradients of an adapter are a part of the whole ones. Autograd keeps the gathered weights of a pass.
+So each rank has partial gradients of an adapter. Autograd keeps the gathered weights of a forward pass until its
+backward pass.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -33,12 +34,14 @@ from ...train.runtime.shards import gather_full, local_tensor
 
 
 def whole_paths(plan: Plan) -> list[str]:
-    """Return the projections, cut over tensor ranks, whose adapters need them as a whole."""
+    """Return the projections that are sharded over tensor ranks, but whose adapters need the full projection."""
     return list(dict.fromkeys(_path(adapter) for adapter in _on_whole(plan)))
 
 
 def refuse_other_modules(plan: Plan) -> None:
-    """Raise :class:`ConfigError` for adapters that need a cut module as a whole which is no projection of a block."""
+    """Raise :class:`ConfigError` for adapters that need a full module, if the module is sharded but no projection of a
+    block.
+    """
     sides = {name for block in plan.blocks for name in (*block.column, *block.row)}
     across = {name for block in plan.blocks for name, _ in block.across}
     for adapter in _on_whole(plan):
@@ -46,7 +49,7 @@ def refuse_other_modules(plan: Plan) -> None:
         base = plan.by_name[adapter.base]
         cut = base.cut_over("tp")
         inputs = 0 if adapter.transposed else 1
-        # Inputs that are several matrices' lie in another order on ranks.
+        # Inputs of several concatenated matrices are in another order on ranks.
         in_parts = cut is not None and cut.dim == inputs and bool(cut.parts)
         if path not in sides - across or len(base.shape) != 2 or in_parts:
             raise ConfigError(
@@ -67,7 +70,7 @@ def _path(adapter: AdapterParameter) -> str:
 
 @contextmanager
 def shown_whole(model: nn.Module, plan: Plan, holds: Callable[[str], bool]) -> Iterator[None]:
-    """Let the projections of a rank's model that adapters need as a whole have their full sizes, without memory."""
+    """Give projections that adapters need in full their full sizes, without memory, inside the ``with`` block."""
     with ExitStack() as stack:
         frozen: list[tuple[nn.Parameter, nn.Parameter]] = []
         for path in whole_paths(plan):
@@ -88,13 +91,13 @@ def shown_whole(model: nn.Module, plan: Plan, holds: Callable[[str], bool]) -> I
             frozen += [(held[name], each) for name, each in shown.items()]
             stack.enter_context(_shown(module, shown))
         yield
-    for leaf, each in frozen:  # as PEFT has left what it saw
+    for leaf, each in frozen:  # copy the requires_grad that PEFT has set
         leaf.requires_grad_(each.requires_grad)
 
 
 @contextmanager
 def _shown(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let a projection have other parameters, and the sizes of its weight, inside the ``with`` block."""
+    """Replace a projection's parameters, and set the sizes of the new weight, inside the ``with`` block."""
     held = own_parameters(module)
     try:
         with entries_replaced((held, name, value) for name, value in tensors.items()):
@@ -105,16 +108,16 @@ def _shown(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def gathered(planned: ParameterPlan, share: Tensor, mesh: Mesh) -> Tensor:
-    """Return a parameter as a whole from this rank's ``share``, which data axes do not cut; collective."""
+    """Return a full parameter from this rank's ``share``, which is not sharded over data axes; collective."""
     return gather_full(share.contiguous(), planned.shape, planned.model_cuts, mesh)
 
 
 def install_whole_projections(runtime: Runtime) -> None:
-    """Make wrappers compute whole projections, and give and take the slices of this rank."""
+    """Make wrappers compute full projections, with this rank's slices as input and output."""
     for path in whole_paths(runtime.plan):
         if runtime.is_local(f"{path}.weight"):
             wrapper: Any = module_at(runtime.model, path)
-            # Graphs of a compiler hold no parameter that is another one for a while.
+            # Compiled graphs cannot handle a parameter that is temporarily replaced.
             wrapper.forward = torch.compiler.disable(_projection(runtime, path, wrapper))
 
 
@@ -163,7 +166,7 @@ def _with_whole(
     trained = next((name for name in wanted if held[name].requires_grad), None)
     if trained is not None:
         raise ConfigError(
-            f"{plans[trained].name} must be frozen beside its adapter, which reads it from all ranks, got "
+            f"{plans[trained].name} must be frozen, because its adapter gathers it from all tensor ranks, got "
             "requires_grad=True: freeze it, or use tp_size=1"
         )
     full = {

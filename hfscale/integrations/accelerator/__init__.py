@@ -1,3 +1,3 @@
-"""Connect hfscale to Accelerate: a stock-looking loop gives the right numbers on every layout."""
+"""Connect hfscale to Accelerate, so that an ordinary Accelerate loop gives the right numbers in every layout."""
 
 from .accelerator import Accelerator

@@ -1,8 +1,8 @@
-"""``hfscale.Accelerator``, which counts distinct batches.
+"""Define ``hfscale.Accelerator``, which counts distinct batches.
 
-Accelerate counts processes; under tensor parallelism several processes share one batch. This subclass counts *distinct
-batches* wherever it matters - ``num_processes``, the samples of a rank, gathering of results, steps of a schedule - and
-leaves the model, which hfscale has wrapped already, alone.
+Accelerate counts processes, but under tensor parallelism several processes share one batch. This subclass counts
+*distinct batches* wherever the number matters (``num_processes``, the samples of a rank, gathering of results, steps of
+a schedule). It does not wrap the model, because hfscale has already wrapped it.
 """
 
 import warnings
@@ -56,23 +56,23 @@ _FOREIGN = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelis
 
 
 class Accelerator(accelerate.Accelerator):
-    """``accelerate.Accelerator`` for parallelized models.
+    """Replace ``accelerate.Accelerator`` for parallelized models.
 
-    Pass the model to :meth:`prepare` together with, or before, the data loaders. Takes the arguments of
-    ``accelerate.Accelerator`` except those that would shard the model a second time.
+    Pass the model to :meth:`prepare` together with, or before, the data loaders. The arguments are those of
+    ``accelerate.Accelerator``, except arguments that would shard the model a second time.
 
-    Its processes are the distinct batches of a step, which are known once a model has been built, also before
-    :meth:`prepare`; ``is_main_process`` and the like are about real processes.
+    Numbers of processes are numbers of distinct batches of a step, which are known when a model has been built, even
+    before :meth:`prepare`. ``is_main_process`` and similar attributes refer to real processes.
 
     Attributes:
-        serves_hfscale: distinguishes it from Accelerate's own, which refuses models that are spread over ranks.
+        serves_hfscale: marks this class; Accelerate's own class raises for models that are sharded over ranks.
     """
 
     serves_hfscale = True
     _runtime: Runtime | None = None
     _dealt_over_processes = False  # a loader was prepared before any model of hfscale
     flag_tensor: Tensor | None
-    # Finite ones.
+    # Streams that are known to be finite.
     _listed: tuple[type, ...] = (
         RandomSampler,
         SubsetRandomSampler,
@@ -83,12 +83,12 @@ class Accelerator(accelerate.Accelerator):
         clashing = [name for name in _FOREIGN if kwargs.get(name) is not None]
         if clashing:
             raise ConfigError(
-                f"{', '.join(clashing)} would shard the model a second time: leave it out, and give the layout to "
+                f"{', '.join(clashing)} would shard the model a second time: leave it out, and pass the layout to "
                 "hfscale.from_pretrained(..., parallel=hfscale.ParallelConfig(...))"
             )
-        # Without a GPU, Accelerate takes every process for the only one unless cpu=True.
+        # Without a GPU, Accelerate assumes a single process unless cpu=True.
         kwargs["cpu"] = kwargs.get("cpu") or not accelerators().is_available()
-        # Accelerate would meet the ranks of an earlier start.
+        # Otherwise, Accelerate would rendezvous with the ranks of an earlier start.
         if met_before() and not dist.is_initialized():
             asked = (
                 handler
@@ -102,13 +102,13 @@ class Accelerator(accelerate.Accelerator):
         self._prepared = Prepared()
         with without_launcher_switches():
             super().__init__(**kwargs)
-        # Every rank would print and write if each took itself for the only one.
+        # If each rank assumed a single process, every rank would print and write.
         world = dist.get_world_size() if dist.is_initialized() else started_processes()
         if (counted := self.state.num_processes) != world:
             raise ConfigError(
-                f"Accelerate counts {counted} process(es) and {world} were started: something made its "
-                "state before (accelerate.PartialState, accelerate.Accelerator, transformers.TrainingArguments) "
-                "without cpu=True. Make hfscale.Accelerator() first, or set ACCELERATE_USE_CPU=1"
+                f"Accelerate counts {counted} process(es), but {world} were started: Accelerate's state was created "
+                "earlier (by accelerate.PartialState, accelerate.Accelerator or transformers.TrainingArguments) "
+                "without cpu=True. Create hfscale.Accelerator() first, or set ACCELERATE_USE_CPU=1"
             )
         self._told, self._orders, self._worker_seeds = (
             set[int](),
@@ -118,14 +118,14 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the prepared model."""
+        """Return the mesh of the prepared model."""
         if self._runtime is None:
             raise ConfigError(_TOO_LATE)
         return self._runtime.mesh
 
     @property
     def num_processes(self) -> int:
-        """The number of distinct batches in a step; before any model has been built, the number of processes."""
+        """Return the number of distinct batches in a step; before a model has been built, the number of processes."""
         mesh = self._mesh_so_far
         told = int(self.state.num_processes) if mesh is None else mesh.batch_world
         if self._runtime is None:
@@ -134,7 +134,7 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def process_index(self) -> int:
-        """The index of this rank's distinct batch."""
+        """Return the index of this rank's distinct batch."""
         return (
             int(self.state.process_index)
             if (mesh := self._mesh_so_far) is None
@@ -147,9 +147,9 @@ class Accelerator(accelerate.Accelerator):
         return bool(self.state.is_last_process)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare as Accelerate does; models of transformers must be parallelized, and are returned as they are.
+        """Prepare like Accelerate; models of transformers must be parallelized, and are returned unchanged.
 
-        Other modules are prepared by Accelerate (DDP), where every process has a batch of its own.
+        Other modules are prepared by Accelerate (DDP), if every process has its own batch.
         """
         models = [obj for obj in args if isinstance(obj, nn.Module)]
         for model in models:
@@ -168,9 +168,9 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Remember the model, which is on its device and wrapped already.
+        """Record the model, which is already wrapped and on its device.
 
-        A stock model for evaluation alone stays whole on every rank, prepared as Accelerate does.
+        A stock model that is only evaluated is prepared by Accelerate, and each rank holds the full model.
         """
         if evaluation_mode and find_runtime(model) is None:
             return self._prepare_whole(model, device_placement)
@@ -182,7 +182,7 @@ class Accelerator(accelerate.Accelerator):
         return note(self._prepared.models, model)
 
     def _prepare_whole(self, model: nn.Module, device_placement: bool | None) -> Any:
-        # It is not noted: it is neither clipped nor saved.
+        # The model is not recorded, because it is neither clipped nor saved.
         whole = super().prepare_model(
             model, device_placement=device_placement, evaluation_mode=True
         )
@@ -206,18 +206,19 @@ class Accelerator(accelerate.Accelerator):
         dispatches = bool(self.dispatch_batches)
         if dispatches and self.mesh.batch_world != self.mesh.layout.total_size:
             raise ConfigError(
-                "dispatch_batches=True slices batches over all processes, also those that share one: leave it out"
+                "dispatch_batches=True slices batches over all processes, even processes that must get the same "
+                "batch: leave it out"
             )
-        rows = data_loader.batch_size is not None  # or the stream's examples are batches
+        rows = data_loader.batch_size is not None  # otherwise, the stream's examples are batches
         if self.mesh.batch_world > 1 and rows and not dispatches and is_stream(data_loader.dataset):
-            # In the order of one process: Accelerate gives each process files of its own of a stream of datasets.
+            # Keep the order of one process; Accelerate would give each process different files of a stream of datasets.
             data_loader = dealt(
                 data_loader, self.mesh.batch_world, self.mesh.batch_rank, self.split_batches
             )
         self._agree_on_order(data_loader)
         seed = self.dataloader_config.data_seed or torch.random.initial_seed()
         shards = isinstance(data_loader.dataset, IterableDatasetShard)
-        # Among distinct batches already.
+        # The loader is already divided over distinct batches.
         split = shards or isinstance(data_loader.batch_sampler, BatchRebalanceSampler)
         loader = prepare_data_loader(
             data_loader,
@@ -238,28 +239,28 @@ class Accelerator(accelerate.Accelerator):
         return note(self._prepared.loaders, loader)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader over the rest of an epoch, as Accelerate does."""
+        """Return a loader over the rest of an epoch, like Accelerate."""
         rest = super().skip_first_batches(dataloader, num_batches)
         if not self._is_stock:
             self._follow_one_process(rest)
         return rest
 
     def _follow_one_process(self, loader: Any) -> None:
-        """Seed the workers of ranks that share a batch alike, and count the last rows of a stream."""
+        """Give workers of ranks that share a batch the same seeds, and count the last rows of a stream."""
         seed_workers_alike(loader, self.mesh, self._worker_seeds)
         if isinstance(getattr(loader, "collate_fn", None), CollateLast):
             count_last_batch(loader)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Prepare as Accelerate does."""
+        """Prepare an optimizer like Accelerate."""
         made = super().prepare_optimizer(optimizer, device_placement)
         return note(self._prepared.optimizers, made)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Prepare a schedule as Accelerate does: it steps :attr:`num_processes` times per optimizer step.
+        """Prepare a schedule like Accelerate: it steps :attr:`num_processes` times per optimizer step.
 
-        So its length is ``steps * accelerator.num_processes``, or ``epochs * len(loader)`` with the loader before
-        :meth:`prepare`. With ``split_batches=True``, or unprepared, it steps once.
+        So its length must be ``steps * accelerator.num_processes``, or ``epochs * len(loader)`` with the length of the
+        loader before :meth:`prepare`. With ``split_batches=True``, or without :meth:`prepare`, the schedule steps once.
         """
         if is_prepared(scheduler):
             return note(self._prepared.schedulers, scheduler)
@@ -275,23 +276,25 @@ class Accelerator(accelerate.Accelerator):
         return BatchScheduler(scheduler, optimizers, batches, follows)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Add objects with a state to those that :meth:`save_state` writes."""
+        """Add objects with a state, which :meth:`save_state` then writes."""
         super().register_for_checkpointing(*objects)
         self._prepared.registered.extend(objects)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Forget what was prepared, and release ``objects``."""
+        """Drop references to all prepared objects, and release ``objects``."""
         self._prepared.forget()
         return super().free_memory(*objects)
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate, along the first dim, the tensors of distinct batch ranks; every sample once, in batch order."""
+        """Concatenate the tensors of distinct batch ranks along the first dim: every sample once, in batch order."""
         if self._is_stock:
             return super().gather(tensor)
         return gather_batches(self.mesh, tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather over distinct batches, without the duplicates that pad the last batch; objects into one list."""
+        """Gather over distinct batches, without the duplicates that pad the last batch; objects are gathered into one
+        list.
+        """
         if self._is_stock or (not use_gather_object and holds_tensors_alone(input_data)):
             return super().gather_for_metrics(input_data, use_gather_object)
         gathered = gather_objects(self.mesh, input_data)
@@ -300,10 +303,10 @@ class Accelerator(accelerate.Accelerator):
         return gathered[: state.remainder] if trims else gathered
 
     def check_trigger(self) -> bool:
-        """Return whether :meth:`set_trigger` was called on any process, the same on all, and reset it."""
+        """Return whether :meth:`set_trigger` was called on any process (the same on all processes), and reset it."""
         if self.flag_tensor is None:
             self.flag_tensor = torch.tensor(0, device=self.device)
-        # Over processes: those that share a batch decide by themselves.
+        # Reduce over processes, because processes that share a batch set the trigger independently.
         told = super().reduce(self.flag_tensor)
         if told.item() < 1:
             return False
@@ -317,7 +320,9 @@ class Accelerator(accelerate.Accelerator):
         return reduce_batches(self.mesh, tensor, reduction, scale)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run the backward pass as Accelerate does; :class:`ConfigError` through stages, where steps run it."""
+        """Run the backward pass like Accelerate; raise :class:`ConfigError` with pipeline stages, where training steps
+        run the backward pass.
+        """
         if self._runtime is not None:
             self._runtime.executor.check_plain_call("accelerator.backward")
         super().backward(loss, **kwargs)
@@ -339,10 +344,11 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
-        """Clip by the global norm if gradients are synced in this step; ``parameters`` are those of the model.
+        """Clip by the global norm if gradients are synchronized in this step; ``parameters`` are the model's
+        parameters.
 
         Raises:
-            ConfigError: they are only some of its trainable parameters.
+            ConfigError: ``parameters`` are only some of the model's trainable parameters.
         """
         named = parameters.values() if isinstance(parameters, dict) else parameters
         listed = [named] if isinstance(named, Tensor) else list(named)
@@ -354,14 +360,15 @@ class Accelerator(accelerate.Accelerator):
             if is_plain(model):
                 continue
             trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-            # A rank whose stages train nothing must take part in the norm all the same.
+            # A rank whose stages train nothing must still participate in the norm.
             still = runtime_of(model).plan.stages is not None and (
                 not given or given & set(map(id, model.parameters()))
             )
             if trained <= given and (trained or still):
                 return clip_grad_norm_(model, max_norm, norm_type) if self.sync_gradients else None
         raise ConfigError(
-            "clip_grad_norm_ clips all the gradients of one prepared model together: pass model.parameters()"
+            "clip_grad_norm_ must get all the parameters of one prepared model, because it clips their gradients "
+            "together: pass model.parameters()"
         )
 
     def save_model(
@@ -376,22 +383,22 @@ class Accelerator(accelerate.Accelerator):
     def save_state(
         self, output_dir: Any = None, safe_serialization: bool = True, **more: Any
     ) -> str:
-        """Write the training state, for any layout (:func:`hfscale.save_state`), where it says or as the project names
-        it; then call what :meth:`register_save_state_pre_hook` was given. Call it on every rank.
+        """Write the training state, for any layout (:func:`hfscale.save_state`), to ``output_dir`` or to a directory
+        that the project names. Then call the hooks of :meth:`register_save_state_pre_hook`. Call it on every rank.
         """
         if self._is_stock:
             return str(super().save_state(output_dir, safe_serialization, **more))
         model, optimizer, others = self._prepared.of_one_run(self, self._orders)
         directory = directory_to_save(self, output_dir, runtime_of(model).mesh)
         save_state(model, directory, optimizer=optimizer, **others)
-        # Now they find the directory; weights are none that a hook could write, as over FSDP.
+        # Hooks run now, when the directory exists; like under FSDP, hooks get no weights to write.
         for hook in save_hooks(self):
             hook([model], [], str(directory))
         self.project_configuration.iteration += 1
         return str(directory)
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **more: Any) -> None:
-        """Restore the prepared model, optimizer and schedulers from :meth:`save_state`, or Accelerate's own."""
+        """Restore the prepared model, optimizer and schedulers from a state of :meth:`save_state` or of Accelerate."""
         if self._is_stock:
             super().load_state(input_dir, load_kwargs, **more)
             return
@@ -408,18 +415,18 @@ class Accelerator(accelerate.Accelerator):
             order.leave_off()
 
     def end_training(self) -> None:
-        """Wait for asynchronous saves, then end as Accelerate does."""
+        """Wait for asynchronous saves, and then end training like Accelerate."""
         wait_for_saves()
         super().end_training()
 
     @property
     def _mesh_so_far(self) -> Mesh | None:
-        """The mesh of the prepared model, or else of the latest one that was built."""
+        """Return the mesh of the prepared model, or otherwise of the latest model that was built."""
         return latest_mesh() if self._runtime is None else self._runtime.mesh
 
     @property
     def _is_stock(self) -> bool:
-        """Return whether no model of hfscale is prepared, and none makes processes share a batch."""
+        """Return whether no hfscale model is prepared, and no built model makes processes share a batch."""
         mesh = latest_mesh()
         return self._runtime is None and (
             mesh is None or mesh.batch_world == mesh.layout.total_size
@@ -436,25 +443,26 @@ class Accelerator(accelerate.Accelerator):
         runtime = runtime_of(model)
         if runtime.mesh.device.type != self.device.type:
             raise ConfigError(
-                f"the accelerator is on {self.device} and the model on {runtime.mesh.device}: to stay on the CPU where "
-                "there are GPUs, set ACCELERATE_USE_CPU=1 (cpu=True reaches the accelerator alone)"
+                f"the accelerator is on {self.device}, but the model is on {runtime.mesh.device}: to train on the CPU "
+                "of a machine with GPUs, set ACCELERATE_USE_CPU=1 (cpu=True affects only the accelerator)"
             )
         if self.mixed_precision not in ("no", "bf16"):
             raise ConfigError(
                 f"mixed_precision={self.mixed_precision!r} cannot be used: use 'no' or 'bf16'"
             )
-        # The loss of float16 is scaled in train_step, and not a second time here.
+        # train_step already scales the loss for float16, so it must not be scaled again here.
         expected = (
             "no" if runtime.options.mixed_precision == "fp16" else runtime.options.around_products
         )
         if expected != self.mixed_precision:
             raise ConfigError(
-                f"the accelerator has mixed_precision={self.mixed_precision!r} and the model was built with "
+                f"the accelerator has mixed_precision={self.mixed_precision!r}, but the model was built with "
                 f"{runtime.options.mixed_precision!r}: give both the same, hfscale.from_pretrained(..., "
                 f"mixed_precision={self.mixed_precision!r}), or the accelerator mixed_precision={expected!r}"
             )
         if runtime.mesh.layout.total_size > 1:
-            # It refuses in words; the accelerator's own groups of processes would in torch's.
+            # The copied model raises hfscale's error; copying the accelerator's process groups would raise torch's
+            # error.
             self.__dict__["__reduce_ex__"] = runtime.model.__reduce_ex__
         if self._runtime is None:
             check_beside(filter(is_plain, self._prepared.models), runtime.mesh)
@@ -462,17 +470,20 @@ class Accelerator(accelerate.Accelerator):
                 raise ConfigError(_TOO_LATE)
             self._runtime = runtime
             batches = runtime.mesh.batch_world
-            # A schedule's length may have been computed from it.
+            # A schedule's length may have been computed from the earlier number.
             if self._told - {batches} and self.is_main_process:
                 warnings.warn(
-                    f"accelerator.num_processes was read as {max(self._told - {batches})} before this model was built, "
-                    f"and with {runtime.mesh.layout.describe()} it is {batches}, the number of distinct batches: build "
-                    "the model first, or a schedule whose length was computed from it is wrong",
+                    f"accelerator.num_processes was read as {max(self._told - {batches})} before this model was "
+                    f"built, and with {runtime.mesh.layout.describe()} it is {batches}, the number of distinct "
+                    "batches: build the model first, because a schedule whose length was computed from the earlier "
+                    "number is wrong",
                     stacklevel=4,
                 )
 
     def _agree_on_order(self, data_loader: Any) -> None:
-        """Make every rank shuffle alike; samplers that Accelerate handles get generators in the same state."""
+        """Make every rank shuffle in the same order; samplers that Accelerate handles get generators with equal
+        states.
+        """
         sampler = get_sampler(data_loader)
         if not hasattr(sampler, "generator"):
             return
@@ -481,7 +492,8 @@ class Accelerator(accelerate.Accelerator):
             if self.use_stateful_dataloader:
                 raise ConfigError(
                     "use_stateful_dataloader=True needs use_seedable_sampler=True and shuffle=True, got a "
-                    f"{type(sampler).__name__}: a state of a later epoch would go on in the order of the first"
+                    f"{type(sampler).__name__}: a state saved in a later epoch would resume in the order of the first "
+                    "epoch"
                 )
             self._orders.append(OneOrder(sampler, self.mesh))
             by_batches = isinstance(data_loader.sampler, BatchSampler)

@@ -1,4 +1,4 @@
-"""Go on from a directory of Accelerate's own ``save_state``, of any number of processes, plain or sharded by FSDP2::
+"""Resume from a directory of Accelerate's own ``save_state``, from any number of processes, plain or FSDP2-sharded::
 
 model.safetensors, pytorch_model.bin     or pytorch_model_fsdp_0/     the model's weights
 optimizer.bin                            or optimizer_0/              moments and groups
@@ -24,17 +24,17 @@ _log = logging.getLogger(__name__)
 
 
 def is_accelerates(directory: Path) -> bool:
-    """Return whether a directory is what Accelerate's ``save_state`` wrote."""
+    """Return whether Accelerate's ``save_state`` wrote a directory."""
     return any(directory.glob("random_states_*.pkl")) and has_weights(directory)
 
 
 def load_accelerates(
     model: nn.Module, directory: Path, optimizer: Any, schedulers: Sequence[Any]
 ) -> None:
-    """Load weights, the optimizer's state and those of schedules on every rank, which takes its shards.
+    """Load weights, the optimizer's state and the schedules' states; every rank reads its shards.
 
     Raises:
-        CheckpointError: it has states of other parameters, or lacks some.
+        CheckpointError: the directory has states of other parameters, or lacks files.
     """
     runtime = runtime_of(model)
     load_weights(model, directory)
@@ -46,8 +46,8 @@ def load_accelerates(
             scheduler.load_state_dict(_read(directory / name))
     if runtime.mesh.rank == 0:
         _log.warning(
-            "%s is Accelerate's: weights, optimizer and schedules go on from it; random streams and the order of data "
-            "begin anew, so skip the batches that were seen (skip_first_batches)",
+            "%s was written by Accelerate: weights, optimizer and schedules continue from it, but random streams and "
+            "the order of the data start anew, so skip the batches that were seen (skip_first_batches)",
             directory,
         )
 
@@ -55,7 +55,7 @@ def load_accelerates(
 def _read(path: Path) -> Any:
     if not path.exists():
         raise CheckpointError(
-            f"{path} must be there to go on from {path.parent}, and is not: load the weights alone "
+            f"{path} must exist to resume from {path.parent}, but does not: load the weights alone "
             "(hfscale.from_pretrained), or copy the directory again"
         )
     return read_state_dict(path)

@@ -42,7 +42,7 @@ def gather_objects(mesh: Mesh, objects: Any) -> list[Any]:
     """Return the objects of all distinct batch ranks in one list, in batch order."""
     told = mesh.all_gather_object((mesh.batch_rank, objects))
     by_batch: dict[int, Any] = {}
-    for batch_rank, of_rank in told:  # ranks that share a batch have the same ones
+    for batch_rank, of_rank in told:  # ranks that share a batch have the same objects
         by_batch.setdefault(batch_rank, of_rank)
     return [
         gathered
@@ -52,7 +52,7 @@ def gather_objects(mesh: Mesh, objects: Any) -> list[Any]:
 
 
 def holds_tensors_alone(data: Any) -> bool:
-    """Return whether all that is in nested containers is tensors."""
+    """Return whether nested containers contain only tensors."""
     try:
         recursively_apply(lambda each: each, data, error_on_other_type=True)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Give ranks that share a batch the same order of an epoch, and the same seeds of workers."""
+"""Give ranks that share a batch the same order of samples in an epoch, and the same seeds for workers."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ KEPT = (
 
 
 class OneOrder(Sampler[int]):
-    """Sample in the first rank's order on every rank. Every rank draws, so that its random numbers continue as in one
-    process; an interrupted epoch continues in its order after :meth:`load_state_dict`.
+    """Sample in the first rank's order on every rank. Every rank still draws an order, so that its random numbers
+    continue as in one process. After :meth:`load_state_dict`, an interrupted epoch continues in its original order.
     """
 
     def __init__(self, sampler: Any, mesh: Mesh) -> None:
@@ -68,21 +68,21 @@ class OneOrder(Sampler[int]):
         self._resumed = state["began"]
 
     def leave_off(self) -> None:
-        """Let the process's RNG continue from its current state after that order is drawn."""
+        """Let the process's RNG continue from its current state after the saved epoch's order is drawn."""
         self._left_off = torch.random.get_rng_state()
 
 
 @dataclass
 class _OfLastStep:
-    """Mark an example of a stream's last step, which has only ``left`` examples of all ranks."""
+    """Mark an example of a stream's last step, which has only ``left`` new examples over all ranks."""
 
     example: Any
     left: int
 
 
 class StreamShare(IterableDatasetShard):
-    """Accelerate's shard of a stream, dealt out in the order of one process. Examples from the beginning fill the last
-    step; its batches are :class:`~hfscale._compat.accelerate.LastBatch`.
+    """Divide a stream over ranks in the order of one process, in place of Accelerate's shard. The last step is padded
+    with examples from the beginning of the stream; its batches are :class:`~hfscale._compat.accelerate.LastBatch`.
     """
 
     def __iter__(self) -> Iterator[Any]:
@@ -109,25 +109,25 @@ class StreamShare(IterableDatasetShard):
 
 
 class PositionedShare(StreamShare):
-    """A share of a stream that has a position, which behind each batch is that of one process."""
+    """Divide a stream that has a position; after each batch, the position equals the position in one process."""
 
     def state_dict(self) -> Any:
         """Return the stream's position."""
         return self.dataset.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from a position of the stream."""
+        """Continue from a position of the stream."""
         self.dataset.load_state_dict(state)
 
 
 class CollateLast:
-    """A wrapper of ``collate`` that tells the last batch of a :class:`StreamShare` from others."""
+    """Wrap ``collate`` to mark the last batch of a :class:`StreamShare`."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
 
     def __call__(self, examples: list[Any]) -> Any:
-        """Collate examples; those of a last step into a :class:`~hfscale._compat.accelerate.LastBatch`."""
+        """Collate examples; examples of a last step become a :class:`~hfscale._compat.accelerate.LastBatch`."""
         marked = [example for example in examples if isinstance(example, _OfLastStep)]
         if not marked:
             return self._collate(examples)
@@ -141,7 +141,9 @@ def dealt(
     split: bool,
     kind: type[IterableDatasetShard] = StreamShare,
 ) -> Any:
-    """Return a copy of the loader over one distinct batch's examples; ``split``: it deals out a share of each batch."""
+    """Return a copy of the loader for one distinct batch's examples; with ``split``, each batch of the loader is
+    divided over ranks.
+    """
     size = loader.batch_size // batches if split else loader.batch_size
     if kind is StreamShare and hasattr(loader.dataset, "state_dict"):
         kind = PositionedShare
@@ -157,7 +159,7 @@ def dealt(
 
 
 def seed_workers_alike(data_loader: Any, mesh: Mesh, seeds: torch.Generator) -> None:
-    """Give workers of ranks that share a batch the first rank's seed; every rank draws, as in one process."""
+    """Give workers of ranks that share a batch the first rank's seed; every rank draws a seed, like one process."""
     loader = getattr(data_loader, "base_dataloader", data_loader)
     if mesh.sharing is None or not loader.num_workers or loader.generator not in (None, seeds):
         return
@@ -172,6 +174,6 @@ def seed_workers_alike(data_loader: Any, mesh: Mesh, seeds: torch.Generator) -> 
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return whether a dataset is a stream, of torch or of datasets, that is not dealt out yet."""
+    """Return whether a dataset is a stream (of torch or of datasets) that is not yet divided over ranks."""
     streams = isinstance(dataset, IterableDataset) or hasattr(dataset, "n_shards")
     return streams and not isinstance(dataset, IterableDatasetShard)

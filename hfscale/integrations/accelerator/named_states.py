@@ -1,7 +1,7 @@
-"""Directories of states that Accelerate names itself: ``ProjectConfiguration(automatic_checkpoint_naming=True)``.
+"""Find directories of states that Accelerate names: ``ProjectConfiguration(automatic_checkpoint_naming=True)``.
 
-States are ``checkpoints/checkpoint_N`` below the project's directory, ``N`` counts saves, and at most ``total_limit``
-of them stay. Every rank comes to the same directory; the first one removes what is too old.
+States are ``checkpoints/checkpoint_N`` below the project's directory; ``N`` counts saves, and at most ``total_limit``
+states are kept. Every rank computes the same directory; the first rank removes states that are too old.
 """
 
 import re
@@ -14,7 +14,9 @@ from ...errors import ConfigError
 
 
 def directory_to_save(accelerator: Any, given: Any, mesh: Mesh) -> Path:
-    """Return where a state is saved: as the project names it, else ``given``; collective where it is named."""
+    """Return the directory for a state: the project's name if it names states (then collective), otherwise
+    ``given``.
+    """
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming:
         return _told(given)
@@ -33,12 +35,14 @@ def directory_to_save(accelerator: Any, given: Any, mesh: Mesh) -> Path:
 
 
 def directory_to_load(accelerator: Any, given: Any) -> Path:
-    """Return the state to load: ``given``, else the newest that the project has named."""
+    """Return the state to load: ``given``, or otherwise the newest state that the project has named."""
     if given is not None or not accelerator.project_configuration.automatic_checkpoint_naming:
         return _told(given)
     states = _states_in(_folder_of(accelerator))
     if not states:
-        raise ConfigError(f"{_folder_of(accelerator)} has no state: save one first, or say where")
+        raise ConfigError(
+            f"{_folder_of(accelerator)} has no state: save one first, or pass the directory of a state"
+        )
     return states[-1]
 
 
@@ -47,7 +51,7 @@ def _folder_of(accelerator: Any) -> Path:
 
 
 def _states_in(folder: Path) -> list[Path]:
-    """Return the named states of a folder, the oldest first."""
+    """Return the named states of a folder, oldest first."""
     found = (path for path in folder.glob("checkpoint_*") if re.search(r"_\d+$", path.name))
     return sorted(found, key=lambda path: int(path.name.rpartition("_")[2]))
 
@@ -55,7 +59,7 @@ def _states_in(folder: Path) -> list[Path]:
 def _told(given: Any) -> Path:
     if given is None:
         raise ConfigError(
-            "say where: save_state(directory), load_state(directory), or let the project name states: "
-            "ProjectConfiguration(automatic_checkpoint_naming=True)"
+            "a directory is needed: call save_state(directory) or load_state(directory), or let Accelerate name the "
+            "states with ProjectConfiguration(automatic_checkpoint_naming=True)"
         )
     return Path(given).expanduser()

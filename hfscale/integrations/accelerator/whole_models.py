@@ -1,4 +1,6 @@
-"""Models that every rank holds whole: reward models and references that are only evaluated, and plain modules."""
+"""Handle models that every rank holds in full: reward models and references that are only evaluated, and plain
+modules.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +18,9 @@ from ...train.runtime import find_runtime
 
 @torch.no_grad()
 def agree_on_weights(model: nn.Module, mesh: Mesh) -> None:
-    """Give every rank the first one's weights, collective: each drew for itself what a checkpoint lacks, as a head."""
+    """Give every rank the first rank's weights, because each rank draws weights that a checkpoint lacks (a head);
+    collective.
+    """
     if mesh.control is None:
         return
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -30,19 +34,21 @@ def agree_on_weights(model: nn.Module, mesh: Mesh) -> None:
 
 
 def is_plain(model: nn.Module) -> bool:
-    """Return whether a module is, and has in it, no model of transformers: one of torch, which nothing here cuts."""
+    """Return whether a module neither is nor contains a transformers model, so that hfscale does not shard it."""
     has_model = any(isinstance(module, PreTrainedModel) for module in model.modules())
     return not has_model and find_runtime(model) is None
 
 
 def check_beside(modules: Iterable[nn.Module], mesh: Mesh) -> None:
-    """Refuse plain modules beside a model whose ranks share a batch: their gradients are means over all processes."""
+    """Raise :class:`ConfigError` for plain modules if ranks share a batch, because DDP averages their gradients over
+    all processes.
+    """
     layout = mesh.layout
     for module in modules:
         if mesh.batch_world != layout.total_size:
             raise ConfigError(
-                f"{type(module).__name__}, which was not parallelized by hfscale, must train where every process has "
-                f"a batch of its own, got {layout.describe()} for the model beside it: use dp_shard_size or "
+                f"{type(module).__name__}, which was not parallelized by hfscale, can train only where every process "
+                f"has its own batch, got {layout.describe()} for the other model: use dp_shard_size or "
                 "dp_replicate_size alone, or prepare it with evaluation_mode=True if it does not train"
             )
 

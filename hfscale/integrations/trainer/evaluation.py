@@ -1,10 +1,10 @@
 """Run ``Trainer.evaluate`` and ``predict``, with losses, logits or generated tokens, in any layout.
 
-Data ranks get batches of one size, the last ones padded with rows from the beginning. Trainer drops their outputs; here
-they do not count in the loss either, which therefore equals that of one process.
+Data ranks get batches of one size; the last batches are padded with rows from the beginning. Trainer drops the outputs
+of padding rows. Here, padding rows are also excluded from the loss, which therefore equals the loss of one process.
 
-If each rank has all layers, ``model.generate`` (``predict_with_generate``) runs as it is. With stages, one rank of each
-distinct batch holds the full model during an evaluation, and generates for the ranks that share the batch.
+If each rank has all layers, ``model.generate`` (``predict_with_generate``) runs unchanged. With pipeline stages, one
+rank of each distinct batch holds the full model during an evaluation, and generates for the ranks that share the batch.
 """
 
 import copy
@@ -40,10 +40,10 @@ from .trainer_batches import (
 )
 
 _MOST_ADDED = 64
-# Loss, predictions and labels of a step, as Trainer's own step returns them.
+# Loss, predictions and labels of a step, in the form of Trainer's own step.
 _Result = tuple[Tensor | None, Any, Any]
 _Step = Callable[..., _Result]
-"""Trainer's own step: ``(model, inputs, whether only the loss is wanted, keys to leave out)``."""
+"""Trainer's own step: ``(model, inputs, whether to return only the loss, keys to omit)``."""
 
 
 def scored_step(
@@ -73,7 +73,7 @@ def counted_step(
     ignore_keys: Any,
     stock: _Step,
 ) -> _Result:
-    """Run a step whose loss is TRL's mean over rows or pairs, of which ``known[1]`` of ``known[0]`` count."""
+    """Run a step whose loss is TRL's mean over rows or pairs; ``known[1]`` of the ``known[0]`` rows count."""
     accelerator = trainer.accelerator
     repeated = accelerator.gather(
         torch.tensor(
@@ -99,8 +99,8 @@ def unknown_step(
     ignore_keys: Any,
     stock: _Step,
 ) -> _Result:
-    """Run a step of a loss that hfscale does not know: a mean over rows, of which ``known[1]`` of ``known[0]`` count,
-    or a sum divided by the labels of all data ranks.
+    """Run a step with an unknown loss: either a mean over rows, of which ``known[1]`` of ``known[0]`` count, or a sum
+    divided by the number of labels on all data ranks.
     """
     accelerator = trainer.accelerator
     with evaluated_as_trained(trainer) as divided:
@@ -127,7 +127,9 @@ def unknown_step(
 def prediction_step(
     trainer: Any, model: nn.Module, inputs: Batch, loss_only: bool, ignore_keys: Any, stock: _Step
 ) -> _Result:
-    """Return the loss of all distinct batches, and logits and labels of this rank's; ``stock`` is Trainer's step."""
+    """Return the loss over all distinct batches, and logits and labels of this rank's batch; ``stock`` is Trainer's
+    step.
+    """
     smoothing = trainer.args.label_smoothing_factor
     stages = trainer.runtime.plan.stages is not None
     if inputs.get("labels") is None and not stages:
@@ -135,13 +137,14 @@ def prediction_step(
     loss_of = trainer.runtime.loss
     known = trainer.accelerator.examples_of(inputs)
     counted = inputs if known is None else first_examples(inputs, known, drop=not loss_of.ignores)
-    # A class that computes its own loss.
+    # The trainer's class computes its own loss.
     by_host = bool(smoothing) and trainer.runtime.plan.loss is None
     if stages or ((loss_only or smoothing) and not by_host):
         return _by_steps(trainer, model, inputs, counted, loss_only)
     masked = loss_of.ignores or known is None
     loss, logits, labels = stock(model, counted if masked else inputs, loss_only, ignore_keys)
-    # Trainer assumes a loss divided by the labels of all data ranks, and multiplies it by their number.
+    # Trainer assumes that the loss was divided by the labels of all data ranks, and multiplies it by the number of
+    # ranks.
     right = masked and (loss_of.divides or trainer.accelerator.num_processes == 1)
     loss = trainer.accelerator.reduce(loss, "mean") if right else eval_step(model, counted).float()
     return loss, convert_to_fp32(logits), labels
@@ -183,7 +186,7 @@ def _by_steps(
     logits = convert_to_fp32(torch.cat(of_batches))[:rows]
     if not labelled:
         return None, logits, None
-    # Repeated examples that are joined into one row have no labels.
+    # In a packed row, repeated examples have no labels.
     return (
         loss.float(),
         logits,
@@ -192,7 +195,7 @@ def _by_steps(
 
 
 def _least_rows(executor: Executor, rows: int) -> int:
-    """Return the least number of rows, at least ``rows``, that the schedule can cut into microbatches."""
+    """Return the smallest number of rows, at least ``rows``, that the schedule can split into microbatches."""
     for more in range(_MOST_ADDED):
         row = torch.zeros(rows + more, 2, dtype=torch.int64)
         try:
@@ -212,27 +215,27 @@ def generates(trainer: Any) -> bool:
 
 
 def check_predictions(trainer: Any) -> None:
-    """Refuse generated predictions if the class makes none, or the full model does not fit on one rank."""
+    """Raise for generated predictions if the class cannot generate, or if the full model does not fit on one rank."""
     if not generates(trainer):
         return
     runtime = trainer.runtime
     layout = runtime.mesh.layout.describe()
     if not has_own_prediction_step(trainer):
         raise ConfigError(
-            f"predict_with_generate=True must be given to a trainer that generates, and {type(trainer).__name__} "
-            "evaluates logits: use hfscale.Seq2SeqTrainer"
+            f"predict_with_generate=True needs a trainer that generates, but {type(trainer).__name__} evaluates "
+            "logits: use hfscale.Seq2SeqTrainer"
         )
     if runtime.mesh.layout.cuts_sequences:
         raise ConfigError(
-            f"{layout}: predict_with_generate=True needs full sequences, and each context rank has a part of them: use "
-            f"{UNCUT_SEQUENCES}, or predict_with_generate=False"
+            f"{layout}: predict_with_generate=True needs full sequences, but each context rank has only a part of "
+            f"them: use {UNCUT_SEQUENCES}, or predict_with_generate=False"
         )
     if runtime.plan.stages is None:
         return
     if runtime.plan.quantized is not None:
         raise ConfigError(
-            f"{layout}: predict_with_generate=True gathers the full model on one rank, which weights in 4 or 8 "
-            "bits do not allow: use pp_size=1, or predict_with_generate=False"
+            f"{layout}: predict_with_generate=True gathers the full model on one rank, but weights in 4 or 8 bits "
+            "cannot be gathered: use pp_size=1, or predict_with_generate=False"
         )
     if is_accelerator(runtime.mesh.device):
         device = device_module(runtime.mesh.device)
@@ -247,15 +250,15 @@ def _check_room(runtime: Runtime, room: int) -> None:
     least = min(runtime.mesh.all_gather_object(room))
     if size > least:
         raise ConfigError(
-            f"{runtime.mesh.layout.describe()}: predict_with_generate=True gathers the full model on one rank: "
-            f"{size / 2**30:.1f} GiB, of {least / 2**30:.1f}: use pp_size=1 with a larger tp_size or dp_shard_size, or "
-            "predict_with_generate=False"
+            f"{runtime.mesh.layout.describe()}: predict_with_generate=True gathers the full model on one rank, which "
+            f"needs {size / 2**30:.1f} GiB, but the smallest device has {least / 2**30:.1f} GiB: use pp_size=1 with a "
+            "larger tp_size or dp_shard_size, or predict_with_generate=False"
         )
 
 
 @contextmanager
 def while_evaluated(trainer: Any) -> Iterator[None]:
-    """Let the trainer's model generate, and leave out repeated rows, which Seq2SeqTrainer keeps, inside the block."""
+    """Let the trainer's model generate inside the block, and omit repeated rows, which Seq2SeqTrainer would keep."""
     accelerator = trainer.accelerator
     if trainer.gather_function == accelerator.gather:
 
@@ -281,7 +284,9 @@ def generated_step(
     step: Callable[..., Any],
     more: Any,
 ) -> _Result:
-    """Return the loss, generated tokens, and labels, both padded to the longest of all data ranks."""
+    """Return the loss, generated tokens and labels; tokens and labels are padded to the longest row on any data
+    rank.
+    """
     given = dict(inputs)
     model = trainer.runtime.model
     mesh = trainer.runtime.mesh
@@ -290,7 +295,7 @@ def generated_step(
     known = trainer.accelerator.examples_of(inputs)
     generate = model.generate
     if labels is not None:
-        # Made of the labels: not to be generated from.
+        # These inputs derive from the labels and must not be passed to generate.
         if made is not None and made.shape == labels.shape:
             given = {
                 name: value for name, value in given.items() if not name.startswith("decoder_")
@@ -302,7 +307,7 @@ def generated_step(
         pad = config.pad_token_id
         end = config.eos_token_id
         first = end[0] if isinstance(end, list) else end
-        # As generate does.
+        # Like generate.
         fill = (pad or first) if (kwargs.get("num_beams") or config.num_beams or 1) > 1 else pad
         tokens = generate(*args, **kwargs)
         return (
@@ -332,7 +337,9 @@ def _padded_rows(
     fill: int,
     after: int = 0,
 ) -> Tensor:
-    """Pad rows with ``fill`` to the longest of any data rank; ``after`` columns behind the last unpadded one count."""
+    """Pad rows with ``fill`` to the longest row on any data rank; ``after`` more columns after the last unpadded one
+    count.
+    """
     width = rows.shape[1]
     if known is not None and known[1] < known[0] == len(rows):
         used = (rows[: known[1]] != fill).any(0).nonzero()
@@ -346,7 +353,7 @@ def _padded_rows(
 
 
 class _WholeModel:
-    """The full model on the first rank of each distinct batch, with the weights gathered from all stages."""
+    """Hold the full model on the first rank of each distinct batch, with weights gathered from all pipeline stages."""
 
     def __init__(self, runtime: Runtime) -> None:
         mesh = runtime.mesh
@@ -375,7 +382,7 @@ class _WholeModel:
         mesh = self._runtime.mesh
         made = None
         failure = ""
-        # Drawn on every rank, so that equal RNG states stay equal.
+        # Every rank draws, so that equal RNG states stay equal.
         seed = int(torch.randint(2**31, ()))
         if self._model is not None:
             dtype = MIXED_PRECISIONS[self._runtime.options.mixed_precision]

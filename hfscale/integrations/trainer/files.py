@@ -1,4 +1,4 @@
-"""Checkpoints of a Trainer: plain Hugging Face directories with a training state inside, complete or not there.
+"""Write a Trainer's checkpoints: plain Hugging Face directories with a training state, which are always complete.
 
 ::
 
@@ -9,7 +9,7 @@
     .incomplete/checkpoint-N/   while it is written: it appears by one rename, once all of its bytes are on the disk
     .replaced/checkpoint-N/     an older one of the same name, until the new one is in its place
 
-Where a callback keeps states aside (:mod:`.resume_callbacks`) there is the training state alone, with Trainer's own
+If a callback keeps states elsewhere (:mod:`.resume_callbacks`), only the training state is kept, with Trainer's own
 small files in it.
 """
 
@@ -48,7 +48,7 @@ from .resume_callbacks import StatesAside, TrainerRandomStreams
 _STATE = "hfscale_state"
 _ASIDE = ".incomplete"
 _REPLACED = ".replaced"
-# Files of an old checkpoint that must not be mixed with a new one's.
+# Files of an old checkpoint that must not be mixed with files of a new one.
 _OWN = (
     *REPLACED,
     "*.pt",
@@ -57,21 +57,21 @@ _OWN = (
 )
 _UNFINISHED = f"has no {TRAINER_STATE_NAME}, which is written last"
 _OF_ACCELERATE = (
-    "is a state of Accelerate's save_state, and no Trainer's: put the model's config.json into it, load it with "
-    "hfscale.from_pretrained, and train on from its weights"
+    "is a state of Accelerate's save_state, not a Trainer's: put the model's config.json into it, load it with "
+    "hfscale.from_pretrained, and continue training from its weights"
 )
-_MOST_READ = 16 << 20  # bytes of a file whose checksums are compared before a run goes on from it
+_MOST_READ = 16 << 20  # maximum bytes of a file whose checksum is compared before a resume
 _log = logging.getLogger(__name__)
 
 
 class Checkpoints(TrainerHooks):
-    """Hooks that write and read the checkpoints of a Trainer."""
+    """Provide hooks that write and read the checkpoints of a Trainer."""
 
     _streams: TrainerRandomStreams
 
     @property
     def runtime(self) -> Runtime:
-        """The runtime of the model: plan, mesh and parts."""
+        """Return the runtime of the model: plan, mesh and parts."""
         return runtime_of(self.model)
 
     @property
@@ -85,25 +85,25 @@ class Checkpoints(TrainerHooks):
 
     @property
     def states_aside(self) -> StatesAside | None:
-        """The callback that keeps states elsewhere than on the disk, if there is one."""
+        """Return the callback that keeps states elsewhere than on the disk, if there is one."""
         callbacks = self.callback_handler.callbacks
         return next((callback for callback in callbacks if isinstance(callback, StatesAside)), None)
 
     def kept_in_memory(self) -> AbstractContextManager[Path] | None:
-        """Return a context that saves aside what is written inside; ``None`` where no such save is due."""
+        """Return a context whose written files are saved by that callback; ``None`` if no such save is due."""
         aside = self.states_aside
         return aside.kept(self) if aside is not None and aside.due else None
 
     @contextmanager
     def written_aside(self, target: Path) -> Iterator[Path]:
-        """Write the checkpoint ``target`` aside; rename it at the end of the block, if no rank failed."""
+        """Write the checkpoint to a temporary directory; rename it to ``target`` after the block if no rank failed."""
         mesh = self.runtime.mesh
         aside = target.parent / _ASIDE
         with all_or_none(mesh, f"{target} could not be written"):
             try:
                 if is_writer(mesh):
                     _finish_replacing(target.parent)
-                    _remove(aside)  # what a killed process left
+                    _remove(aside)  # files that a killed process left
                     aside.mkdir(parents=True)
                 mesh.all_gather_object(None)
                 with _best_named(self.state, target):
@@ -136,7 +136,7 @@ class Checkpoints(TrainerHooks):
             stock_state.write(self.runtime, directory, stock_optimizer(optimizer), scheduler)
 
     def read_state(self, checkpoint: Path) -> None:
-        """Read optimizer, schedule and RNG states; without any, leave them at their beginning, as Trainer."""
+        """Read optimizer, schedule and RNG states; if there are none, leave their initial values, like Trainer."""
         model = self.model
         optimizer = self.optimizer
         scheduler = self.lr_scheduler
@@ -152,11 +152,11 @@ class Checkpoints(TrainerHooks):
             self._streams.write(directory, self._rows_of_step)
 
     def put_back_random_states(self) -> None:
-        """Restore the checkpoint's RNG states, once the batches before it are skipped."""
+        """Restore the checkpoint's RNG states, after the trained batches were skipped."""
         self._streams.put_back()
 
     def read_weights(self, checkpoint: Path) -> None:
-        """Read the weights of a checkpoint without a training state, which would hold them too."""
+        """Read the weights of a checkpoint that has no training state (a training state contains the weights, too)."""
         if not _has_state(checkpoint):
             self.read_best_weights(checkpoint)
 
@@ -166,20 +166,20 @@ class Checkpoints(TrainerHooks):
 
 
 def _read_foreign_state(runtime: Runtime, checkpoint: Path, optimizer: Any, scheduler: Any) -> None:
-    """Read what another trainer wrote of optimizer and schedule, or say that there is nothing of it."""
+    """Read another trainer's states of optimizer and schedule, or warn that there are none."""
     with all_or_none(runtime.mesh, f"{checkpoint} could not be loaded"):
         was_read = stock_state.read(runtime, checkpoint, optimizer, scheduler)
     if not was_read and is_writer(runtime.mesh):
         _log.warning(
-            "%s has no optimizer's state: its weights and step go on, the optimizer's moments and the schedule "
-            "begin anew",
+            "%s has no optimizer state: training continues from its weights and step, but the optimizer's moments "
+            "and the schedule start anew",
             checkpoint,
         )
 
 
 @contextmanager
 def _best_named(state: Any, target: Path) -> Iterator[None]:
-    """Record the best checkpoint by its final path, beside ``target``, inside the ``with`` block."""
+    """Record the best checkpoint by its final path, next to ``target``, inside the ``with`` block."""
     save = state.save_to_json
 
     def name_it() -> None:
@@ -201,7 +201,7 @@ def _has_state(checkpoint: Path) -> bool:
 
 
 def _state_of(checkpoint: Path) -> Path:
-    """Return the directory of a checkpoint's training state, should it have one: in memory that is the checkpoint."""
+    """Return the directory for a checkpoint's training state; for a state in memory, this is the checkpoint itself."""
     return checkpoint if (checkpoint / STATE_INDEX).exists() else checkpoint / _STATE
 
 
@@ -211,8 +211,8 @@ def resumed_from(
     mesh: Mesh,
     newest: Callable[[Path | None], Path | None] | None = None,
 ) -> Any:
-    """Return the checkpoint to resume from (``True``: the newest complete one) on all ranks. ``newest`` returns one
-    that is kept elsewhere, if it is newer than the one on the disk that it is given.
+    """Return the checkpoint to resume from (``True``: the newest complete one) on all ranks. ``newest`` is called with
+    the checkpoint on the disk, and returns a newer state that is kept elsewhere, if there is one.
     """
     if not isinstance(resume, str | Path) and resume is not True:
         return resume
@@ -228,13 +228,13 @@ def resumed_from(
         raise CheckpointError(problem)
     if resume is True and newest is not None:
         kept = newest(_state_of(Path(resumed)) if isinstance(resumed, str) else None)
-        # Neither: it begins.
+        # No checkpoint and no problem: training begins at step 0.
         return (None if resumed is True else resumed) if kept is None else str(kept)
     return resumed
 
 
 def problem_of(checkpoint: Path) -> str | None:
-    """Return a checkpoint's defect, in words that follow its name; no large file is read."""
+    """Return a text that describes a checkpoint's defect, to follow its name; no large file is read."""
     if (problem := _not_of_a_trainer(checkpoint)) is not None:
         return problem
     path = checkpoint / TRAINER_STATE_NAME
@@ -256,7 +256,7 @@ def problem_of(checkpoint: Path) -> str | None:
             }
         ):
             if path.suffix == ".safetensors":
-                SafetensorsFile(path)  # its header
+                SafetensorsFile(path)  # reads and checks the header
                 continue
             with ZipFile(path) as file:
                 damaged = file.testzip() if path.stat().st_size <= _MOST_READ else None
@@ -274,24 +274,24 @@ def problem_of(checkpoint: Path) -> str | None:
 
 
 def _not_of_a_trainer(checkpoint: Path) -> str | None:
-    """Return why a directory is no checkpoint of a Trainer's that hfscale reads, or is unfinished; ``None``: it is."""
+    """Return why a directory is no complete Trainer checkpoint that hfscale can read; ``None`` if it is one."""
     readable = _has_state(checkpoint) or has_weights(checkpoint) or _in_torch_files(checkpoint)
     if not readable and (other := written_elsewhere(checkpoint)) is not None:
-        return f"holds {other}; then load OUT and train on from its weights: the optimizer's state stays behind"
+        return f"holds {other}; then load OUT and train from its weights: the optimizer's state is not converted"
     if (checkpoint / TRAINER_STATE_NAME).exists():
         return None
     return _OF_ACCELERATE if any(checkpoint.glob("random_states_*.pkl")) else _UNFINISHED
 
 
 def _in_torch_files(checkpoint: Path) -> bool:
-    """Return whether weights, or an adapter's, are in files of ``torch.save``."""
+    """Return whether the weights of a model or adapter are in files of ``torch.save``."""
     return any(
         not file.name.startswith("pytorch_model_fsdp") for file in checkpoint.glob("*model*.bin")
     )
 
 
 def _checkpoints(output: Path) -> list[Path]:
-    """Return the directories that Trainer takes for checkpoints, in the order of their steps."""
+    """Return the directories that Trainer treats as checkpoints, in the order of their steps."""
     inside = output.iterdir() if output.is_dir() else ()
     checkpoints = [
         path for path in inside if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()
@@ -318,9 +318,9 @@ def _newest_whole(output: Path) -> str | bool | None:
     if {*problems.values()} - {_UNFINISHED}:
         raise CheckpointError(f"{output} has no complete checkpoint: {_listed(problems)}")
     if not problems and not (output / _ASIDE).exists():
-        return True  # Trainer refuses it
+        return True  # Trainer itself raises for this value
     _log.warning(
-        "%s has no complete checkpoint, its first save was interrupted: training begins at step 0",
+        "%s has no complete checkpoint, because its first save was interrupted: training begins at step 0",
         output,
     )
     return None
@@ -333,8 +333,7 @@ def _listed(problems: dict[Path, str]) -> str:
 def _whole(checkpoint: Path) -> str:
     if not checkpoint.is_dir():
         raise CheckpointError(
-            f"Can't find a valid checkpoint at {checkpoint}: resume_from_checkpoint must be a directory, and there is "
-            "none"
+            f"Can't find a valid checkpoint at {checkpoint}: resume_from_checkpoint must be a directory that exists"
         )
     problem = problem_of(checkpoint)
     if problem is None:
@@ -349,7 +348,7 @@ def _whole(checkpoint: Path) -> str:
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory, or a link to one, but not what it links to."""
+    """Remove a directory, or a link to a directory, but not the link's target."""
     if path.is_symlink():
         path.unlink()
     shutil.rmtree(path, ignore_errors=True)
@@ -358,7 +357,7 @@ def _remove(path: Path) -> None:
 def _put_in_place(source: Path, target: Path) -> None:
     """Sync a checkpoint to the disk, and rename it to ``target``."""
     for directory, _, names in os.walk(source):
-        for name in [*names, ""]:  # and the directory itself
+        for name in [*names, ""]:  # the empty name is the directory itself
             sync(Path(directory, name))
     if target.exists():
         replaced = target.parent / _REPLACED
@@ -370,7 +369,9 @@ def _put_in_place(source: Path, target: Path) -> None:
 
 
 def _finish_replacing(output: Path) -> None:
-    """Remove replaced checkpoints, moving foreign files to the new one; restore one if there is no new one."""
+    """Remove replaced checkpoints, and move foreign files in them to the new ones; if there is no new one, restore the
+    old.
+    """
     replaced = output / _REPLACED
     if replaced.is_symlink() or not replaced.is_dir():
         return
@@ -386,7 +387,9 @@ def _finish_replacing(output: Path) -> None:
 
 
 def _rotate(newest: Path, limit: int | None, best: str | None) -> None:
-    """Keep ``limit`` complete checkpoints up to ``newest``, the best one, and all of later steps; remove the others."""
+    """Keep ``limit`` complete checkpoints up to ``newest``, the best checkpoint, and checkpoints of later steps; remove
+    all remaining ones.
+    """
     if limit is None or limit <= 0:
         return
     kept = {

@@ -1,13 +1,14 @@
-"""TRL's fused head over parallelized models: ``model(..., labels=, fused_lm_head=True)`` returns token scores.
+"""Support TRL's fused head over parallelized models: ``model(..., labels=, fused_lm_head=True)`` returns token scores.
 
-TRL's own multiplies by ``lm_head.weight``, of which a rank has a shard, or nothing. There are three ways to compute the
-scores::
+TRL's own fused head multiplies by ``lm_head.weight``, but a rank has only a shard of this weight, or none of it. Scores
+are computed in three ways::
 
     a rank has all layers      the model's forward pass, whose loss scores tokens (with autograd graph)
     stages, no gradients       hfscale.token_scores: a collective call whose result is on all stages
     stages, a training step    record the calls in a :class:`Conversation`; the pipelined step computes the scores later
 
-In such a step ``compute_loss`` runs unchanged, three times for each microbatch; the trained model runs once::
+In a training step with stages, ``compute_loss`` runs unchanged, three times for each microbatch, but the trained model
+runs only once::
 
     on every stage   record the model's arguments; other models (a reference) run now, on all stages together
     last stage       in the step, the loss of each microbatch from its scores and the other models' outputs
@@ -38,16 +39,16 @@ _TRAINS = object()
 class Conversation:
     """The model calls that one microbatch's loss makes, in order; exactly one, of the trained model, has gradients."""
 
-    call: dict[str, Any] = field(default_factory=dict)  # the arguments of that call
-    # Of the others, in order, and a marker for that one.
+    call: dict[str, Any] = field(default_factory=dict)  # the arguments of the trained model's call
+    # The results of the other models' calls, in order, with a marker at the place of the trained model's call.
     answers: list[Any] = field(default_factory=list)
-    # The result of that call; ``None`` until the step has computed it.
+    # The result of the trained model's call; ``None`` until the step has computed it.
     scores: TokenScores | None = None
-    place: int = 0  # how many calls have been made
+    place: int = 0  # number of calls so far
 
 
 class FusedHead:
-    """The fused head of one model, whose calls it intercepts; ``outputs`` are the wanted scores."""
+    """Intercept the calls of one model with a fused head; ``outputs`` are the requested scores."""
 
     def __init__(
         self, model: nn.Module, temperature: float, outputs: tuple[str, ...], trains: bool
@@ -67,7 +68,7 @@ class FusedHead:
         fused_lm_head: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Handle a call of the model in its place."""
+        """Handle a call in place of the model."""
         if not fused_lm_head:
             return call(*args, **kwargs)
         if self.conversation is not None:
@@ -79,15 +80,15 @@ class FusedHead:
         if runtime.plan.stages is not None:
             if kwargs.get("output_router_logits"):
                 raise ConfigError(
-                    "the router loss is a sum over layers, of which each stage has only some: use pp_size=1, or "
-                    "router_aux_loss_coef=0.0"
+                    "the router loss is a sum over all layers, but each pipeline stage has only some of the layers: "
+                    "use pp_size=1, or router_aux_loss_coef=0.0"
                 )
             given = {name: value for name, value in kwargs.items() if value is not None}
-            with runtime.executor.uncut():  # as in a step, so that equal models give equal scores
+            with runtime.executor.uncut():  # like in a step, so that equal models give equal scores
                 return self.output(
                     token_scores(runtime.model, given, temperature=self.temperature), kwargs
                 )
-        assert runtime.loss is not None  # checked as the trainer was made
+        assert runtime.loss is not None  # checked when the trainer was created
         with router_loss_counted_once(), runtime.loss.scoring(self.temperature) as scoring:
             answer = call(**{**kwargs, "use_cache": False})
         return self.output(scoring.scores, kwargs, answer)
@@ -98,7 +99,7 @@ class FusedHead:
         kwargs: dict[str, Any],
         answer: Any = None,
     ) -> Any:
-        """Return scores in TRL's form: without the last position, which predicts nothing."""
+        """Return scores in TRL's form, without the last position, which predicts no token."""
         shifted = kwargs.get("shift_labels")
         wanted: Tensor = kwargs["labels"][:, 1:] if shifted is None else shifted
         scored = {
@@ -125,7 +126,8 @@ class FusedHead:
             return talk.answers[-1]
         if not self._trains or talk.call:
             raise ConfigError(
-                "this loss needs the gradients of several forward passes, and pipeline stages run one: use pp_size=1"
+                "this loss needs the gradients of several forward passes, but pipeline stages run only one: use "
+                "pp_size=1"
             )
         talk.answers.append(_TRAINS)
         talk.call = {name: value for name, value in kwargs.items() if value is not None}
@@ -168,7 +170,7 @@ def step_of_scores(
             loss_of(index)
     calls = [talk.call for talk in talks]
     kept: dict[int, TokenScores] = {}
-    # A step at the end of an epoch may be short of microbatches that the schedule needs.
+    # A step at the end of an epoch may have fewer microbatches than the schedule needs.
     train_step(
         model,
         calls + [calls[-1]] * missing,

@@ -33,11 +33,13 @@ from ...features.adapters.storage import WEIGHTS, needs_weights, write_adapter_c
 from ...parallel.tensor.random import take_first_state
 from ...train.runtime import find_runtime, runtime_of
 
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ranks of adapters for which vLLM has room
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # LoRA ranks that vLLM supports (max_lora_rank)
 
 
 def _refuse_other_tokens(model: Any) -> None:
-    """Raise :class:`ConfigError` for a vocabulary that was resized: engines make room for the checkpoint's tokens."""
+    """Raise :class:`ConfigError` for a resized vocabulary, because engines allocate the checkpoint's number of
+    tokens.
+    """
     kind: Any = type(model.config)
     config = kind.from_pretrained(model.name_or_path)
     expected = config.get_text_config().vocab_size
@@ -51,18 +53,22 @@ def _refuse_other_tokens(model: Any) -> None:
 
 
 class LayoutEngine(EngineHooks):
-    """TRL's engine for a parallelized model; a mixin before ``VLLMGeneration``."""
+    """Adapt TRL's vLLM engine to a parallelized model; a mixin before ``VLLMGeneration``."""
 
     _directory: TemporaryDirectory[str] | None = None
-    sampled: Any = None  # its log-probabilities of the latest completions, by row and token, until they are compared
+    sampled: Any = (
+        None  # the engine's log-probabilities of the latest completions, by row and token
+    )
 
     def check(self) -> None:
-        """Refuse weights that cannot be sent, and a model from no checkpoint, from which an engine would start."""
+        """Raise for weights that cannot be sent, and for a model that has no checkpoint from which an engine can
+        start.
+        """
         self.adapter_rank = self._adapter_rank()
         if self.mode == "colocate" and not self.model.name_or_path:
             raise ConfigError(
-                "vllm_mode='colocate' starts engines from the model's checkpoint, and this model is from none: save it "
-                "(hfscale.save_pretrained), and load it with hfscale.from_pretrained"
+                "vllm_mode='colocate' starts engines from the model's checkpoint, but this model was not loaded from "
+                "a checkpoint: save it (hfscale.save_pretrained), and load it with hfscale.from_pretrained"
             )
         if self.mode == "colocate":
             _refuse_other_tokens(runtime_of(self.model).model)
@@ -74,21 +80,24 @@ class LayoutEngine(EngineHooks):
             and self.mode == "colocate"
         ):
             raise ConfigError(
-                "vllm_mode='colocate' lets the engine quantize the checkpoint as it loads, which vLLM does to nf4 "
-                f"alone, and these weights are held in {quantized.kind}: use bnb_4bit_quant_type='nf4', or load it in "
-                "16 bits"
+                "vllm_mode='colocate' lets the engine quantize the checkpoint while it loads, but vLLM quantizes to "
+                f"nf4 alone, and these weights are held in {quantized.kind}: use bnb_4bit_quant_type='nf4', or load it "
+                "in 16 bits"
             )
         if quantized is not None and not self.adapter_rank:
             raise ConfigError(
-                "use_vllm=True sends no weights that are held in 4 or 8 bits, and these adapters need merging: use "
-                "vllm_mode='colocate' without vllm_enable_sleep_mode, and a LoraConfig for linear layers alone, "
-                "without bias, DoRA, PiSSA, modules_to_save, rank_pattern and alpha_pattern; or load it in 16 bits"
+                "use_vllm=True cannot send weights that are held in 4 or 8 bits, but these adapters need to be merged "
+                "into them: use vllm_mode='colocate' without vllm_enable_sleep_mode, and a LoraConfig for linear "
+                "layers alone, without bias, DoRA, PiSSA, modules_to_save, rank_pattern and alpha_pattern; or load it "
+                "in 16 bits"
             )
         if not self.adapter_rank:
             self.weights()
 
     def _adapter_rank(self) -> int:
-        """Return the rank of adapters that vLLM serves beside weights that do not change; 0 if they must be merged."""
+        """Return the LoRA rank of adapters that vLLM can serve on unchanged base weights; 0 if adapters must be
+        merged.
+        """
         runtime = runtime_of(self.model)
         adapters = runtime.adapters
         factors = {each.name: each for each in runtime.plan.adapters}
@@ -103,7 +112,7 @@ class LayoutEngine(EngineHooks):
             each.kept_in in (LORA_A, LORA_B) and len(each.shape) == 2 and not each.experts
             for each in factors.values()
         )
-        changed = needs_weights(config)  # PiSSA and the like change the base as well
+        changed = needs_weights(config)  # PiSSA and similar initializations also change the base
         if (
             not plain
             or changed
@@ -130,11 +139,13 @@ class LayoutEngine(EngineHooks):
         return str(path)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the full weights, adapters merged; collective as it is iterated. An engine may keep what it gets."""
+        """Return an iterator over the full weights with merged adapters; iteration is collective. An engine may keep
+        the tensors.
+        """
         runtime = runtime_of(self.model)
         ranks: Any = (0,) if self.mode == "server" else "all"
         merged = runtime.adapters is not None
-        whole = self.mode == "server"  # it outlives a rank that dies as it sends
+        whole = self.mode == "server"  # a server continues to run if a rank dies while it sends
         weights = stream_weights(self.model, ranks=ranks, merge_adapters=merged, staged=whole)
         return (
             (
@@ -147,7 +158,7 @@ class LayoutEngine(EngineHooks):
     def generate(
         self, prompts: list[Any], images: Any, num_generations: int, profiler: Any = None
     ) -> tuple[Any, ...]:
-        """Generate as TRL does, the same completions for all ranks that share a batch."""
+        """Generate like TRL, with the same completions on all ranks that share a batch."""
         made = self._generate(prompts, images, num_generations, profiler)
         self.sampled = made[2]
         return made
@@ -165,7 +176,7 @@ class LayoutEngine(EngineHooks):
         size = -(-len(prompts) // parts)
         first = dist.get_rank(group) * size
         own = [min(row, len(prompts) - 1) for row in range(first, first + size)] if prompts else []
-        # The trainer's stream is that of all ranks that share the batch, and each engine draws from one of its own.
+        # Ranks that share a batch share the trainer's random stream, but each engine draws from its own stream.
         with fork_random_state(runtime_of(self.model).mesh.device):
             torch.manual_seed(int(torch.randint(2**48, ())) + dist.get_rank())
             made = super().generate(
@@ -184,16 +195,20 @@ class LayoutEngine(EngineHooks):
 
 
 def engine_over_layout(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make the engine of a trainer, whose class is ``stock``."""
+    """Create the engine of a trainer; ``stock`` is TRL's class of the engine."""
     if find_runtime(model) is None:
         return stock(model, *args, **kwargs)
     if kwargs.get("logprobs", 0) is None:
-        kwargs["logprobs"] = 0  # of the sampled token: RLOO asks for none
+        kwargs["logprobs"] = (
+            0  # request log-probabilities of the sampled tokens, which RLOO does not request
+        )
     return type(stock.__name__, (LayoutEngine, stock), {})(model, *args, **kwargs)
 
 
 def agree_anew(trainer: Any) -> None:
-    """Let ranks that share a batch agree on random streams again: TRL's trainers that generate seed each process."""
+    """Synchronize random streams of ranks that share a batch again, because TRL's generating trainers seed each
+    process.
+    """
     streams = trainer.runtime.streams
     generates = ("reward_funcs", "teacher_model")
     shares = trainer.runtime.mesh.sharing is not None
@@ -202,7 +217,7 @@ def agree_anew(trainer: Any) -> None:
 
 
 def log_difference(trainer: Any, log_probs: Tensor) -> None:
-    """Log how far the engine's log-probabilities lie from the trainer's, where TRL drops them, as its RLOO does."""
+    """Log the difference between the engine's and the trainer's log-probabilities, if TRL itself (RLOO) does not."""
     engine = getattr(trainer, "vllm_generation", None)
     sampled = getattr(engine, "sampled", None)
     if engine is None or sampled is None or hasattr(trainer, "vllm_importance_sampling_correction"):
@@ -230,10 +245,12 @@ def log_difference(trainer: Any, log_probs: Tensor) -> None:
 
 
 def batches_gathered(kind: type, accelerator: Any) -> AbstractContextManager[None]:
-    """Let a trainer's calls of Accelerate's gather functions return each distinct batch once in the ``with`` block."""
+    """Inside the ``with`` block, let Accelerate's gather functions return each distinct batch once."""
 
     def gather(stock: Any, tensor: Any) -> Any:
-        """Gather what the first of the ranks that share a batch has: a reward may be drawn, or time out."""
+        """Gather the values of the first of the ranks that share a batch, because a reward may be random or time
+        out.
+        """
         mesh = accelerator.mesh
         if mesh.sharing is not None:
             tensor = tensor.cpu()
@@ -247,7 +264,7 @@ def batches_gathered(kind: type, accelerator: Any) -> AbstractContextManager[Non
         return [value for place in sorted(first) for value in first[place]]
 
     def shuffle(stock: Any, rows: Any) -> Any:
-        """Shuffle as the first of the ranks that share the batch."""
+        """Shuffle like the first of the ranks that share the batch."""
         mesh = accelerator.mesh
         if mesh.sharing is None:
             return stock(rows)
@@ -260,7 +277,9 @@ def batches_gathered(kind: type, accelerator: Any) -> AbstractContextManager[Non
 
 
 def count_generations(arguments: Any, batches: int) -> None:
-    """Set the generation batch size of a GRPO or RLOO config, which counts processes that share a batch."""
+    """Correct the generation batch size of a GRPO or RLOO config, which counts processes instead of distinct
+    batches.
+    """
     if getattr(arguments, "generation_batch_size", None) is None:
         return
     asked = _asked_size(arguments, batches)
@@ -286,8 +305,8 @@ def _asked_size(arguments: Any, batches: int) -> int | None:
         if usual or arguments.world_size == batches:
             return None
         raise ConfigError(
-            f"{error} must be made behind the import of its trainer of hfscale.trl, got steps_per_generation="
-            f"{arguments.steps_per_generation} of {arguments.world_size} processes, which may come of a "
+            f"{error} must be created after the import of its trainer from hfscale.trl, got steps_per_generation="
+            f"{arguments.steps_per_generation} for {arguments.world_size} processes, which may come from a "
             "generation_batch_size: import the trainer first"
         ) from error
 

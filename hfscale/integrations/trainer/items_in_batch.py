@@ -1,10 +1,11 @@
-"""Undo what stock Trainer does to losses that do not divide by the labels of a step.
+"""Undo stock Trainer's scaling of losses that are not divided by the number of labels of a step.
 
-Over N data ranks stock Trainer multiplies by N each loss of a model whose ``forward`` takes any keyword arguments, for
-its division by ``num_items_in_batch`` of all ranks. A class may take the number and not divide by it (classifiers of
-sound, a loss of its own): then its loss and gradients are N times those of one process.
+Over N data ranks, stock Trainer multiplies each loss by N if the model's ``forward`` accepts any keyword arguments,
+because it assumes that the loss was divided by ``num_items_in_batch`` of all ranks. A class may accept this number
+without dividing by it (audio classifiers, custom losses). Then its loss and gradients would be N times the values of
+one process.
 
-So the number that a pass gets tells whether anything was computed with it::
+So each forward pass gets a number that records whether anything was computed with it::
 
     model(**inputs, num_items_in_batch=Noticed(n))    loss / n      noticed: multiplied by N, as in stock code
                                                       mean(losses)  not noticed: left alone
@@ -28,7 +29,9 @@ _LOOKS = frozenset(
 
 
 class Noticed(Tensor):
-    """A number that notices being computed with; moved or cast, it is still the same number."""
+    """Wrap a number that records when it is used in a computation; moving or casting the number does not count as a
+    use.
+    """
 
     notes: list[str]
 
@@ -47,7 +50,7 @@ class Noticed(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Compute with the plain number, and note it; logs may show the number."""
+        """Compute with the plain number, and record the use; showing the number in logs is no use."""
         held: list[Noticed] = []
 
         def plain(number: Noticed) -> Tensor:
@@ -73,7 +76,7 @@ def _is_noticed(value: Any) -> bool:
 
 
 class _WasUsed:
-    """Be true once a number has been used."""
+    """Become true when a number has been used."""
 
     def __init__(self, number: Noticed) -> None:
         self._number = number
@@ -84,8 +87,8 @@ class _WasUsed:
 
 @contextmanager
 def evaluated_as_trained(trainer: Any) -> Iterator[list[bool]]:
-    """Scale losses of a stock evaluation, in the `with` block, as those of :func:`scaled_if_divided`; yield a list to
-    which each loss adds whether it divides by the labels of all data ranks.
+    """Scale losses of a stock evaluation inside the ``with`` block like :func:`scaled_if_divided`. Yield a list to
+    which each loss appends whether it was divided by the labels of all data ranks.
     """
     compute = trainer.compute_loss
     divided: list[bool] = []
@@ -102,7 +105,9 @@ def evaluated_as_trained(trainer: Any) -> Iterator[list[bool]]:
 
 @contextmanager
 def scaled_if_divided(arguments: Any, items: Any) -> Iterator[Any]:
-    """Yield ``num_items_in_batch`` for a stock step, whose loss is scaled only if that number is computed with."""
+    """Yield ``num_items_in_batch`` for a stock step, whose loss is scaled only if the loss was computed with that
+    number.
+    """
     if not isinstance(items, Tensor) or not arguments.average_tokens_across_devices:
         yield items
         return

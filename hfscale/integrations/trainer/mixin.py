@@ -1,11 +1,11 @@
-"""``hfscale.Trainer``, and the mixin that adapts any subclass of transformers'.
+"""Define ``hfscale.Trainer``, and the mixin that adapts any subclass of ``transformers.Trainer``.
 
 Data flow of a step whose loss is the model's own (any layout)::
 
     loader: this distinct batch's rows --> microbatches wait for the last of their step --> hfscale.train_step
     --> accelerator.clip_grad_norm_ (norm of the full model) --> optimizer --> schedule --> logs, equal on all ranks
 
-If a subclass or a function computes the loss, Trainer's own step runs, over every axis but stages.
+If a subclass or a function computes the loss, Trainer's own step runs, in any layout without pipeline stages.
 """
 
 import copy
@@ -64,17 +64,16 @@ from .trainer_optimizers import OF_BACKWARD, named_optimizer, optimizer_name
 
 
 class TrainerMixin(Checkpoints, DataHooks):
-    """A mixin that lets a Trainer train parallelized models: ``class MyTrainer(hfscale.TrainerMixin,
-    transformers.Trainer)``.
+    """Let a Trainer train parallelized models: ``class MyTrainer(hfscale.TrainerMixin, transformers.Trainer)``.
 
     Args:
-        model: a parallelized model, or a stock one, the same on every rank, which is cut in place; in one process any
-            module, as the stock Trainer takes it.
-        args: arguments of the Trainer, as are ``kwargs``.
-        parallel: the layout of a stock model; by default that of the ``PARALLELISM_CONFIG_*`` variables.
+        model: a parallelized model, or a stock model with the same values on every rank, which is sharded in place. In
+            one process, any module that the stock Trainer accepts.
+        args: positional arguments of the Trainer; ``kwargs`` are its keyword arguments.
+        parallel: the layout for a stock model; by default, the layout of the ``PARALLELISM_CONFIG_*`` variables.
 
     Raises:
-        ConfigError: the arguments cannot work in the layout; nothing has been built yet.
+        ConfigError: the arguments cannot work in the layout; raised before anything is built.
     """
 
     optimizer: Any
@@ -103,17 +102,17 @@ class TrainerMixin(Checkpoints, DataHooks):
         )
         if arguments is not None:
             check_run(arguments)
-            if not is_trl(type(self)):  # whose trainers say first what streams need
+            if not is_trl(type(self)):  # TRL's trainers raise their own error for streams first
                 check_dispatch(arguments)
             check_engine(type(self), arguments)
         self._parallel, self._waiting = parallel, list[Any]()
-        # The loss of a step that the end of the data has cut short.
+        # The loss of a step that has fewer batches because the data ended.
         self._carried: Tensor | float = 0.0
         self._items: Any = None
         context = ExitStack()
         layout = parallel
         if layout is None and ParallelConfig().total_size == started_processes():
-            layout = ParallelConfig()  # that of the environment
+            layout = ParallelConfig()  # the environment's layout
         if isinstance(model, nn.Module):
             model = self._parallelized(model, arguments)
             layout = runtime_of(model).mesh.layout
@@ -129,13 +128,15 @@ class TrainerMixin(Checkpoints, DataHooks):
             self._seams.train(model)
             if is_peft_model(model):
                 context.enter_context(ReferenceAdapter(model, self._seams.heads).may_be_added())
-        self._while_made = context  # models made by Trainer's __init__ enter contexts into it
+        self._while_made = (
+            context  # models that Trainer's __init__ creates enter contexts into this stack
+        )
         with context, self._seams.while_made(type(self)):
             init(model, *given, **named)
-        if not isinstance(self, TrainerMixin):  # its model_init made a plain module
+        if not isinstance(self, TrainerMixin):  # model_init has created a plain module
             return
         self._while_made = ExitStack()
-        if self.optimizer is not None:  # the script's own
+        if self.optimizer is not None:  # the script's own optimizer
             check_optimizers([self.optimizer], [self.runtime])
         agree_anew(self)
         self._seams.follow_casts()
@@ -144,12 +145,12 @@ class TrainerMixin(Checkpoints, DataHooks):
         self.check_loss()
 
     def check_loss(self) -> None:
-        """Refuse a loss, and other options, that the layout cannot run."""
+        """Raise :class:`ConfigError` for a loss or options that the layout cannot run."""
         evaluation.check_predictions(self)
         check_trainer(self, self._scores_tokens)
 
     def _parallelized(self, model: Any, arguments: TrainingArguments | None) -> Any:
-        """Return the model parallelized: as it is, or by the requested layout."""
+        """Return a parallelized model unchanged, or parallelize a stock model with the requested layout."""
         runtime = find_runtime(model)
         asked = self._parallel
         if runtime is not None:
@@ -167,14 +168,14 @@ class TrainerMixin(Checkpoints, DataHooks):
         layout = asked or ParallelConfig()
         check_layout_of(model, layout)
         training = model.training
-        # Layers are compiled while this Trainer has the model.
+        # Layers are compiled as long as this Trainer uses the model.
         options = options_of(arguments) | {"compile": False}
         return build.parallelize(model, layout, **options).train(training)
 
     # --- hooks of Trainer ---------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create Trainer's accelerator as one that counts distinct batches."""
+        """Create an accelerator for Trainer that counts distinct batches."""
         check_run(self.args)
         check_dispatch(self.args)
         with trainer.accelerator_made_by(TrainerAccelerator):
@@ -190,7 +191,7 @@ class TrainerMixin(Checkpoints, DataHooks):
             self.create_accelerator_and_postprocess()
             return made
         model = self._parallelized(made, self.args)
-        # Trainer sets it on its first model only.
+        # Trainer sets this only on its first model.
         model.config.use_cache = getattr(self.args, "use_cache", False)
         self._while_made.enter_context(trainer.taken_for_adapted(runtime_of(model).model))
         self._adopt(model)
@@ -203,11 +204,11 @@ class TrainerMixin(Checkpoints, DataHooks):
 
     @property
     def _scores_tokens(self) -> bool:
-        """Return whether the loss is computed from token scores: TRL's, by its fused head."""
+        """Return whether the loss is a TRL loss that is computed from token scores of the fused head."""
         smoothed = bool(self.args.label_smoothing_factor) and not hasattr(
             self, "label_pad_token_id"
         )
-        # TRL's trainers put a word there with releases of transformers that do not ask them what they scale.
+        # With some releases of transformers, TRL's trainers set this to a string.
         own_loss = callable(self.compute_loss_func)
         return bool(self._seams.heads) and not own_loss and not smoothed
 
@@ -215,9 +216,9 @@ class TrainerMixin(Checkpoints, DataHooks):
     def uses_train_step(self) -> bool:
         """Return whether steps run :func:`hfscale.train_step`: the loss is the model's own mean over labels.
 
-        If the model does not divide by a step's number of labels, Trainer's loss is a mean of means, or their sum. Its
-        own step computes that, except through stages, over data ranks, or with smoothed labels; there
-        :meth:`_divisor` returns what to divide each batch by.
+        If the model does not divide by a step's number of labels, Trainer's loss is a mean of the batches' means, or
+        their sum. Trainer's own step computes such a loss, except with pipeline stages, with data ranks, or with
+        smoothed labels. In these cases, ``train_step`` runs, and :meth:`_divisor` returns the divisor of each batch.
         """
         runtime = self.runtime
         within_backward = optimizer_name(self.args) in OF_BACKWARD
@@ -229,11 +230,11 @@ class TrainerMixin(Checkpoints, DataHooks):
 
     @property
     def knows_loss(self) -> bool:
-        """Return whether hfscale can compute the loss: the model's own, and a known mean."""
+        """Return whether hfscale can compute the loss, because it is the model's own loss and a known mean."""
         return trainer.has_stock_loss(self) and self.runtime.loss is not None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as Trainer does, resuming from a complete checkpoint."""
+        """Train like Trainer; resume only from a complete checkpoint."""
         output = self.args.output_dir
         aside = self.states_aside
         newest = partial(aside.newest, self) if aside is not None else None
@@ -249,12 +250,12 @@ class TrainerMixin(Checkpoints, DataHooks):
         return done._replace(training_loss=done.metrics["train_loss"])
 
     def forget_engine(self) -> None:
-        """Let an engine get the weights anew: they are no longer those of the step at which it got its own."""
+        """Make an engine fetch the weights again, because the model's weights have changed since its last fetch."""
         if hasattr(self, "_last_loaded_step"):
             self._last_loaded_step = -1
 
     def read_best_weights(self, checkpoint: Path) -> None:
-        """Load the weights of the best checkpoint, which an engine does not have."""
+        """Load the weights of the best checkpoint, and make an engine fetch them."""
         super().read_best_weights(checkpoint)
         self.forget_engine()
 
@@ -264,20 +265,22 @@ class TrainerMixin(Checkpoints, DataHooks):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Log as Trainer does, with the run's mean loss over all data ranks."""
+        """Log like Trainer, with the run's mean loss over all data ranks."""
         accelerator = self.accelerator
         if "train_loss" in logs and accelerator.num_processes > 1:
             own = torch.tensor(logs["train_loss"], dtype=torch.float64, device=accelerator.device)
             logs["train_loss"] = accelerator.reduce(own, "mean").item()
-        if "loss" in logs:  # of the latest step
+        if "loss" in logs:  # the log of the latest step
             logs |= logged_metrics(self.model)
         super().log(logs, *args, **kwargs)
 
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: Any
     ) -> tuple[list[Any], Any]:
-        """Return a step's batches as Trainer does, without the rows that pad data ranks at the end of an epoch."""
-        # The data ended within a step: stock Trainer adds these gradients to the next one's.
+        """Return a step's batches like Trainer, without the rows that pad data ranks' batches at the end of an
+        epoch.
+        """
+        # The data ended within a step: stock Trainer adds these gradients to the next step's gradients.
         if self._waiting:
             self._carried = self._run_step(self._items)
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -287,7 +290,7 @@ class TrainerMixin(Checkpoints, DataHooks):
             if batches and not stream:
                 warn_of_repeated(self, self.accelerator.examples_of(batches[-1]))
             return batches, count
-        # Loader workers end one after the other.
+        # Loader workers end one after another.
         looked_at = range(len(batches)) if stream else [len(batches) - 1]
         known = {
             index: self.accelerator.examples_of(batches[index], of_stream=stream)
@@ -323,7 +326,7 @@ class TrainerMixin(Checkpoints, DataHooks):
         return torch.as_tensor(loss, dtype=torch.float32, device=self.args.device)
 
     def _run_step(self, num_items_in_batch: Any) -> Tensor:
-        """Run forward and backward over the microbatches that wait."""
+        """Run forward and backward passes over the collected microbatches."""
         batches = self._waiting
         self._waiting = []
         args = self.args
@@ -334,7 +337,7 @@ class TrainerMixin(Checkpoints, DataHooks):
             return step_of_scores(self, batches, num_items_in_batch, missing, self._seams.heads)
         items = self._divisor(num_items_in_batch, batches)
         if staged and isinstance(items, list):
-            # For padding microbatches.
+            # Needed for padding microbatches.
             items += [1.0] * (args.gradient_accumulation_steps - len(batches))
         given: dict[str, Any] = {
             "label_smoothing": args.label_smoothing_factor,
@@ -347,9 +350,11 @@ class TrainerMixin(Checkpoints, DataHooks):
             return train_step(model, microbatches, **given)
 
     def _divisor(self, items: Any, batches: Sequence[Mapping[str, Any]]) -> Any:
-        """Return Trainer's divisor of a summed loss: one per batch for means of means; ``None``: the labels."""
+        """Return Trainer's divisor of a summed loss, one per batch for means of means; ``None``: the number of
+        labels.
+        """
         loss = self.runtime.loss
-        assert loss is not None  # or the step would not be train_step's
+        assert loss is not None  # otherwise, the step would not run train_step
         given = items is not None and self.model_accepts_loss_kwargs
         if given and loss.divides:
             return items if loss.shift else None
@@ -359,7 +364,7 @@ class TrainerMixin(Checkpoints, DataHooks):
         return [*counts.clamp(min=1.0) * (1 if given else len(batches))]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as Trainer does, with generated predictions in any layout."""
+        """Evaluate like Trainer, with generated predictions in any layout."""
         with evaluation.while_evaluated(self):
             return super().evaluation_loop(*args, **kwargs)
 
@@ -371,7 +376,7 @@ class TrainerMixin(Checkpoints, DataHooks):
         ignore_keys: list[str] | None = None,
         **generates: Any,
     ) -> tuple[Tensor | None, Any, Any]:
-        """Evaluate one batch as Trainer does, without the rows that pad data ranks."""
+        """Evaluate one batch like Trainer, without the rows that pad data ranks' batches."""
         stock = trainer.evaluated_with_logits(self, super().prediction_step)
         if evaluation.generates(self) and not prediction_loss_only:
             loss = self.prediction_step(model, inputs, True, ignore_keys)[0]
@@ -396,7 +401,7 @@ class TrainerMixin(Checkpoints, DataHooks):
         )
 
     def around_inputs(self) -> AbstractContextManager[None]:
-        """Return a context for Trainer's preparation of a batch, in which some trainers gather rewards."""
+        """Return a context for Trainer's preparation of a batch, during which some trainers gather rewards."""
         return batches_gathered(type(self), self.accelerator)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
@@ -406,7 +411,7 @@ class TrainerMixin(Checkpoints, DataHooks):
         return super().create_optimizer(model)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Return the rows of a step, over the distinct batches."""
+        """Return the number of rows of a step, over all distinct batches."""
         return int(
             self.accelerator.num_processes
             * args.gradient_accumulation_steps
@@ -416,16 +421,18 @@ class TrainerMixin(Checkpoints, DataHooks):
     def floating_point_ops(self, inputs: Any) -> Any:
         """Return this rank's fraction of a batch's FLOPs, which ranks that share the batch divide between them."""
         main = getattr(self.runtime.model, "main_input_name", "input_ids")
-        if main not in inputs:  # prompts are a list
+        if main not in inputs:  # GRPO's prompts are a list, not a tensor
             return 0.0
         sharing = self.runtime.mesh.layout.total_size / self.runtime.mesh.batch_world
         parameters = self.runtime.model.num_parameters(exclude_embeddings=True)
         return 6.0 * float(inputs[main].numel()) * parameters / sharing
 
-    # --- hooks of TRL's trainers, for rows that are paired, or scored, once before training --------------------------
+    # --- hooks of TRL's trainers, for rows that are paired or scored once before training --------------------------
 
     def arguments_of_data(self, arguments: Any) -> Any:
-        """Return the config for TRL's preparation of rows: pairs form within the global batch, as in one process."""
+        """Return the config for TRL's preparation of rows, where pairs form within the global batch, like in one
+        process.
+        """
         if not getattr(self, "calculate_KL", False):  # as KTO's trainer does
             return arguments
         own = copy.copy(arguments)
@@ -435,16 +442,16 @@ class TrainerMixin(Checkpoints, DataHooks):
         return own
 
     def check_cached(self, dataset: Any) -> None:
-        """Refuse rows whose cached scores the other ranks could not read."""
+        """Raise :class:`ConfigError` for rows whose cached scores other ranks could not read."""
         check_cached(dataset, started_processes())
 
     def scored(self, log_probs: Tensor) -> None:
-        """Log how far from an engine's these log-probabilities of completions are."""
+        """Log the difference between these log-probabilities of completions and the engine's."""
         log_difference(self, log_probs)
 
 
 class DistillationMixin(DistillationHooks, TrainerMixin):
-    """The mixin for TRL's DistillationTrainer: student and teacher may have layouts of their own."""
+    """Adapt TRL's DistillationTrainer; student and teacher may have different layouts."""
 
     _taught: Teacher | None = None
 
@@ -453,7 +460,9 @@ class DistillationMixin(DistillationHooks, TrainerMixin):
         batch: Mapping[str, Any],
         divisor: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the divergence of a batch from the teacher, the sum of the student's entropies, and the labels."""
+        """Return a batch's divergence from the teacher, the sum of the student's entropies, and the number of
+        labels.
+        """
         if self._taught is None:
             self._taught = Teacher(
                 self.teacher_model, self.model, beta=self.beta, temperature=self.temperature
@@ -462,14 +471,14 @@ class DistillationMixin(DistillationHooks, TrainerMixin):
 
 
 class Trainer(TrainerMixin, transformers.Trainer):
-    """``transformers.Trainer`` in any layout: its arguments, loop, callbacks and files.
+    """Run ``transformers.Trainer`` in any layout, with its arguments, loop, callbacks and files.
 
     See :class:`TrainerMixin` for ``parallel``. Start the script with ``accelerate launch``, one process per rank.
     """
 
 
 class Seq2SeqTrainer(TrainerMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc]
-    """``transformers.Seq2SeqTrainer`` in any layout, including ``predict_with_generate``.
+    """Run ``transformers.Seq2SeqTrainer`` in any layout, including ``predict_with_generate``.
 
     See :class:`TrainerMixin` for ``parallel``, and docs/trainer.md for generation with stages.
     """

@@ -1,7 +1,7 @@
-"""Leave modules that are no models of transformers to the stock Trainer, in one process, as stock code trains them.
+"""Leave modules that are no transformers models to the stock Trainer, in one process.
 
-Nothing of such a module is known: it has no plan and no runtime, which every hook of the mixin asks. So the trainer
-gets a class that looks methods up past the mixins: the stock Trainer's, and those of a script's own subclass.
+Such a module has no plan and no runtime, which every hook of the mixin needs. So the trainer gets a class whose method
+resolution skips the mixins: methods come from the stock Trainer and from a script's own subclass.
 """
 
 from typing import Any
@@ -18,10 +18,10 @@ from ...train.runtime import find_runtime
 
 
 class _PastMixins(type):
-    """Leave out the mixins in the order in which methods of a class are looked up."""
+    """Omit the mixins from the method resolution order of a class."""
 
     def mro(cls) -> list[type]:
-        """Return the classes that methods are looked up in; those that are trainers themselves stay."""
+        """Return the method resolution order without mixins; classes that are trainers stay."""
         own, *others = super().mro()
         return [own, *(kind for kind in others if not _is_mixin(kind))]
 
@@ -32,8 +32,8 @@ def _is_mixin(kind: type) -> bool:
 
 
 def is_of_stock(model: Any, parallel: ParallelConfig | None) -> bool:
-    """Return whether only the stock Trainer knows how to train ``model``, in one process: a module that is none of
-    transformers, or holds one (a compiled model), or a model that is spread over devices by a ``device_map``.
+    """Return whether only the stock Trainer can train ``model``, in one process: a module that is no transformers
+    model, a module that contains one (a compiled model), or a model that a ``device_map`` places on several devices.
     """
     layout = parallel or ParallelConfig()
     if not isinstance(model, nn.Module) or max(layout.total_size, started_processes()) > 1:
@@ -43,6 +43,6 @@ def is_of_stock(model: Any, parallel: ParallelConfig | None) -> bool:
 
 
 def become_stock(trainer: Any) -> None:
-    """Let a trainer be what its class is without the mixins."""
+    """Change a trainer's class to one that behaves like its class without the mixins."""
     kind = type(trainer)
     trainer.__class__ = _PastMixins(kind.__name__, (kind,), {"__module__": kind.__module__})

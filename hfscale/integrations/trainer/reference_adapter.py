@@ -1,8 +1,9 @@
-"""The adapter ``ref`` of TRL's trainers: a copy of the trained one, whose values are in its place while ``ref`` is on.
+"""Emulate the adapter ``ref`` of TRL's trainers: while ``ref`` is active, the trained adapter's parameters hold the
+values of a copy.
 
-TRL adds it to a PEFT model that it is given, copies the trained adapter's parameters into it by name, and switches to
-it for a reference's forward pass, without gradients. Over shards a model has one adapter, so the copy is a list of
-tensors like its parameters, on the rank that has them.
+TRL adds the adapter ``ref`` to a given PEFT model, copies the trained adapter's parameters into ``ref`` by name, and
+switches to ``ref`` for a reference's forward pass, without gradients. A sharded model has one adapter, so here the copy
+is a list of tensors, one for each of this rank's adapter parameters.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,14 +16,16 @@ from ..._compat.replaced import attribute_replaced
 from ...train.runtime import local_tensor, runtime_of
 from .fused_head import FusedHead
 
-# within names of parameters
+# part of parameters' names
 _TRAINED = ".default."
 _REFERENCE = ".ref."
 _NAME = "ref"
 
 
 class ReferenceAdapter:
-    """The copy beside ``peft_model``; ``heads`` are the trainer's, which tell when nothing is computed."""
+    """Hold the copy for ``peft_model``; the trainer's ``heads`` show when recorded outputs are used and no model
+    runs.
+    """
 
     def __init__(self, peft_model: Any, heads: Sequence[FusedHead]) -> None:
         self._model = peft_model
@@ -30,7 +33,7 @@ class ReferenceAdapter:
         self._copies: dict[str, Tensor] = {}
         self._trained: dict[
             str, Tensor
-        ] = {}  # the trained values while those of the copy are in place
+        ] = {}  # the trained values, while parameters hold the copy's values
         self._set_adapter: Callable[..., Any] = peft_model.set_adapter
 
     @contextmanager
@@ -73,13 +76,15 @@ class ReferenceAdapter:
         return {name: parameter.data.clone() for name, parameter in self._parameters()}
 
     def _switch(self, name: Any, *args: Any, **kwargs: Any) -> None:
-        """Switch to the adapter of that name."""
+        """Switch to the adapter ``name``."""
         if name == _NAME:
             recalls = any(
                 head.conversation is not None and head.conversation.scores is not None
                 for head in self._heads
             )
-            if not (self._trained or recalls):  # or recorded outputs answer for the reference
+            if not (
+                self._trained or recalls
+            ):  # otherwise, recorded outputs replace the reference's forward pass
                 with runtime_of(self._model).data.as_shards():
                     self._trained = self._values()
                     self._put(self._copies)
@@ -91,6 +96,8 @@ class ReferenceAdapter:
             self._set_adapter(name, *args, **kwargs)
 
     def _put(self, values: dict[str, Tensor]) -> None:
-        """Write values into the parameters, unseen by autograd: they are back before a backward pass reads them."""
+        """Write values into the parameters without autograd; trained values are restored before a backward pass reads
+        them.
+        """
         for name, parameter in self._parameters():
             local_tensor(parameter.data).copy_(local_tensor(values[name]))

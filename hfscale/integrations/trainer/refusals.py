@@ -1,6 +1,6 @@
 """Refuse options of a Trainer that cannot work here, before anything is built or trained.
 
-Every function raises :class:`~hfscale.ConfigError`, which names the option and an alternative.
+Every function raises :class:`~hfscale.ConfigError` with a message that names the option and an alternative.
 """
 
 import os
@@ -33,21 +33,21 @@ _OF_SEVERAL_RANKS = frozenset(
 )
 _SHARDS = "would shard the model a second time: use hfscale.ParallelConfig(dp_shard_size=...)"
 _REFUSED = {
-    "torch_compile_mode": "is for whole models, and most modes record CUDA graphs, which replay the addresses of one "
+    "torch_compile_mode": "is for full models, and most modes record CUDA graphs, which reuse the addresses of one "
     "batch: leave it out; torch_compile=True compiles each layer in torch's default mode",
     "fsdp": _SHARDS,
     "deepspeed": _SHARDS,
     "parallelism_config": "would shard the model a second time: give the layout to hfscale.from_pretrained(parallel=)",
     "auto_find_batch_size": "restarts only the rank that ran out of memory: set per_device_train_batch_size",
-    "neftune_noise_alpha": "draws noise that ranks with one batch would not share: leave it out",
+    "neftune_noise_alpha": "draws noise that would differ between ranks with the same batch: leave it out",
     "fp16_full_eval": "casts weights that are sharded: leave it out",
     "bf16_full_eval": "casts weights that are sharded: leave it out",
-    "eval_use_gather_object": "gathers over all processes, also those that share a batch: leave it out",
-    "enable_jit_checkpoint": "saves on each rank when its own signal comes, so ranks signalled at different steps "
+    "eval_use_gather_object": "gathers over all processes, even processes that share a batch: leave it out",
+    "enable_jit_checkpoint": "saves on each rank when that rank gets a signal, so ranks signalled at different steps "
     "would wait for each other: leave it out, and call hfscale.preempted(model) in a "
-    "callback's on_step_end, the same on all ranks: if it is true, set "
+    "callback's on_step_end, on all ranks: if it returns True, set "
     "control.should_save = control.should_training_stop = True",
-    "save_on_each_node": "writes files on every node, and the first rank writes the only ones: save to a directory "
+    "save_on_each_node": "writes files on every node, but here only the first rank writes files: save to a directory "
     "that all nodes see",
 }
 
@@ -61,22 +61,22 @@ def check_run(arguments: Any) -> None:
         count_processes_on_cpu(arguments)
     if arguments.world_size != processes:
         raise ConfigError(
-            f"TrainingArguments sees {arguments.world_size} process(es) and {processes} were started: create it, and "
-            "any accelerate state, after the process group"
+            f"TrainingArguments sees {arguments.world_size} process(es), but {processes} were started: create "
+            "TrainingArguments, and any accelerate state, after the process group"
         )
     use_one_gpu(arguments)
 
 
 def _check_arguments(arguments: Any) -> None:
-    alone = started_processes() == 1  # where stock code runs as it is
+    alone = started_processes() == 1  # in one process, stock code runs unchanged
     for name, why in _REFUSED.items():
         if getattr(arguments, name, None) and not (alone and name in _OF_SEVERAL_RANKS):
             raise ConfigError(f"TrainingArguments({name}={getattr(arguments, name)!r}) {why}")
-    Options(compile=compiler_of(arguments))  # or it refuses the backend
+    Options(compile=compiler_of(arguments))  # raises if the backend is invalid
     if not arguments.average_tokens_across_devices and arguments.world_size > 1:
         raise ConfigError(
-            "TrainingArguments(average_tokens_across_devices=False) asks for a mean of means, and the loss here is the "
-            "mean over all tokens of a step: leave it out"
+            "TrainingArguments(average_tokens_across_devices=False) asks for a mean of per-rank means, but hfscale's "
+            "loss is the mean over all tokens of a step: leave it out"
         )
     if alone:
         return
@@ -92,38 +92,40 @@ def _check_arguments(arguments: Any) -> None:
 
 
 def check_dispatch(arguments: Any) -> None:
-    """Refuse batches that are dispatched to several processes."""
+    """Raise for ``dispatch_batches=True``, which sends slices of batches to several processes."""
     if started_processes() > 1 and arguments.accelerator_config.dispatch_batches:
         raise ConfigError(
-            "TrainingArguments(accelerator_config={'dispatch_batches': True}) slices batches over all processes, also "
-            "those that share one: leave it out"
+            "TrainingArguments(accelerator_config={'dispatch_batches': True}) slices batches over all processes, even "
+            "processes that must get the same batch: leave it out"
         )
 
 
 def check_engine(kind: type, arguments: Any) -> None:
-    """Refuse an engine of a trainer that fills it by itself, and a loss of full heads: both would get shards."""
+    """Raise for a trainer that sends weights to its engine itself, or computes its loss from full heads: both would get
+    shards.
+    """
     if distils(kind) and not issubclass(kind, DistillationHooks):
         raise ConfigError(
-            f"{kind.__name__} computes its loss from full heads, which may be sharded here: subclass "
+            f"{kind.__name__} computes its loss from full output heads, but hfscale may shard them: subclass "
             "hfscale.trl.DistillationTrainer"
         )
     if getattr(arguments, "use_vllm", False) and not has_engine(kind):
         raise ConfigError(
             f"{kind.__name__} (use_vllm=True) would give vLLM this rank's shards as full weights: use GRPOTrainer or "
-            "RLOOTrainer of hfscale.trl, with TRL 1.16 or later, or an engine of your own, filled with "
+            "RLOOTrainer of hfscale.trl, with TRL 1.16 or later, or your own engine, with weights from "
             "hfscale.stream_weights (docs/grpo.md)"
         )
 
 
 def check_layout_of(model: nn.Module, layout: ParallelConfig) -> None:
-    """Check that the layout of a model that is not parallelized yet is for the processes that were started."""
+    """Check that the layout for a stock model fits the number of processes that were started."""
     processes = started_processes()
     if layout.total_size != processes:
         raise ConfigError(
-            f"{type(model).__name__} is not parallelized, but {processes} processes run and the layout is "
+            f"{type(model).__name__} is not parallelized, but {processes} processes run with the layout "
             f"{layout.describe()}: build the model with hfscale.from_pretrained(path, parallel=layout), or pass "
             "hfscale.Trainer(..., parallel=layout), where layout = hfscale.ParallelConfig(tp_size=...) has as many "
-            "processes as run"
+            "ranks as there are processes"
         )
 
 
@@ -137,12 +139,12 @@ def check_model(runtime: Runtime, arguments: Any) -> None:
         said = {"no": "neither bf16 nor fp16", "bf16": "bf16=True", "fp16": "fp16=True"}
         told = os.environ.get("ACCELERATE_MIXED_PRECISION") == asked != "no"
         launcher = (
-            " (accelerate launch may say so: ACCELERATE_MIXED_PRECISION, of its config file)"
+            " (possibly set by accelerate launch: ACCELERATE_MIXED_PRECISION, of its config file)"
             if told
             else ""
         )
         raise ConfigError(
-            f"TrainingArguments has {said[asked]}{launcher}, and the model was built with mixed_precision={built!r}: "
+            f"TrainingArguments has {said[asked]}{launcher}, but the model was built with mixed_precision={built!r}: "
             f"give both the same: hfscale.from_pretrained(..., mixed_precision={asked!r}), or {said[built]}"
         )
     if arguments.use_liger_kernel and runtime.options.use_liger_kernel is False:
@@ -150,9 +152,9 @@ def check_model(runtime: Runtime, arguments: Any) -> None:
     layout = runtime.mesh.layout
     if runtime.plan.stages is not None and not layout.flushes:
         raise ConfigError(
-            f"{layout.pipeline_schedule} hands out the gradients of earlier batches, and a Trainer steps after each: "
-            "use a schedule with a flush, such as '1f1b' or 'zbv', or a loop of your own with hfscale.train_step and "
-            "hfscale.drain"
+            f"{layout.pipeline_schedule} returns the gradients of earlier batches, but a Trainer steps the optimizer "
+            "after each batch: use a schedule with a flush, such as '1f1b' or 'zbv', or write a loop with "
+            "hfscale.train_step and hfscale.drain"
         )
     smoothed_by_host = bool(arguments.label_smoothing_factor) and runtime.plan.loss is None
     if smoothed_by_host and is_causal_lm(class_name(runtime.model)) and runtime.mesh.data_world > 1:
@@ -163,13 +165,11 @@ def check_model(runtime: Runtime, arguments: Any) -> None:
 
 
 def _check_kernels(runtime: Runtime) -> None:
-    """Refuse a model that was built without the kernels that its Trainer is asked for.
+    """Raise for a model that was built without the kernels that the Trainer's arguments request.
 
-    In one process a Trainer without Liger may be made, for all but training, which Trainer itself then refuses.
+    In one process, a Trainer can be created without an installed Liger, but its ``train`` raises an error.
     """
-    built = (
-        "TrainingArguments(use_liger_kernel=True), and the model was built without Liger's kernels"
-    )
+    built = "TrainingArguments(use_liger_kernel=True) is set, but the model was built without Liger's kernels"
     again = "build it with hfscale.from_pretrained(..., use_liger_kernel=True)"
     if liger.is_installed():
         raise ConfigError(f"{built}: {again}")
@@ -180,7 +180,7 @@ def _check_kernels(runtime: Runtime) -> None:
 
 
 def check_trainer(trainer: Any, scores_tokens: bool) -> None:
-    """Check a Trainer that has been made: its loss, which may be of token scores, its data and its microbatches."""
+    """Check a created Trainer: its loss (``scores_tokens``: of token scores), its data and its microbatches."""
     runtime: Runtime = trainer.runtime
     name = type(trainer).__name__
     collator = getattr(trainer, "data_collator", None)
@@ -193,15 +193,16 @@ def check_trainer(trainer: Any, scores_tokens: bool) -> None:
         _check_generation(trainer, runtime)
     elif hasattr(trainer, "generation_config") and _is_partial(runtime.mesh.layout):
         raise ConfigError(
-            f"{runtime.mesh.layout.describe()}: {name} generates with the model that it trains, and reads its full "
-            f"head, and a rank has some layers, or a part of the sequences: use pp_size=1 and {UNCUT_SEQUENCES}"
+            f"{runtime.mesh.layout.describe()}: {name} generates with the model that it trains and needs the full "
+            "output head, but a rank has only some layers, or a part of the sequences: use pp_size=1 and "
+            f"{UNCUT_SEQUENCES}"
         )
     if runtime.plan.stages is not None:
         _check_stages(trainer, runtime, scores_tokens)
     elif runtime.options.mixed_precision == "fp16" and not trainer.uses_train_step:
         raise ConfigError(
-            f"TrainingArguments(fp16=True): hfscale.train_step scales the loss, and {name} runs the "
-            "backward pass of a loss of its own: use bf16=True, and mixed_precision='bf16' where the model is built"
+            f"TrainingArguments(fp16=True): only hfscale.train_step scales the loss for fp16, but {name} runs the "
+            "backward pass of its own loss: use bf16=True, and build the model with mixed_precision='bf16'"
         )
     _check_step(trainer, runtime)
 
@@ -212,71 +213,74 @@ def _is_partial(layout: ParallelConfig) -> bool:
 
 
 def _check_generation(trainer: Any, runtime: Runtime) -> None:
-    """Refuse generation by a model that no rank can run alone, and losses that look at a whole step at once."""
+    """Raise for generation if no rank can run the model alone, and for losses that need all tokens of a step at
+    once.
+    """
     args = trainer.args
     layout = runtime.mesh.layout
     own = not getattr(args, "use_vllm", False) and getattr(trainer, "rollout_func", None) is None
     if own and _is_partial(layout):
         raise ConfigError(
-            f"{layout.describe()}: {type(trainer).__name__} generates with the model that it trains, of which a rank "
-            "has some layers, or a part of the sequences: set use_vllm=True, pass a rollout_func, or use tp_size or "
+            f"{layout.describe()}: {type(trainer).__name__} generates with the model that it trains, but a rank has "
+            "only some layers, or a part of the sequences: set use_vllm=True, pass a rollout_func, or use tp_size or "
             f"dp_shard_size with pp_size=1 and {UNCUT_SEQUENCES}"
         )
     tools = getattr(trainer, "tools", None) or getattr(args, "environment_factory", None)
     if tools and getattr(args, "vllm_enable_sleep_mode", False) and runtime.mesh.batch_world > 1:
         raise ConfigError(
-            "vllm_enable_sleep_mode sends weights before every generation, and ranks whose completions call no tools "
-            "generate less often: leave it out, or use data ranks of one distinct batch"
+            "vllm_enable_sleep_mode sends weights before every generation, on all ranks together, but ranks whose "
+            "completions call no tools generate less often: leave it out, or use data ranks of one distinct batch"
         )
     adapts = getattr(args, "use_adaptive_entropy", False)
     quantile = getattr(args, "top_entropy_quantile", 1.0)
     if runtime.plan.stages is not None and (adapts or quantile < 1.0):
         given = "use_adaptive_entropy=True" if adapts else f"top_entropy_quantile={quantile}"
         raise ConfigError(
-            f"{layout.describe()}: {given} compares the entropies of tokens over all ranks, and only the last stage "
-            "has them as the loss is computed: leave it out, or use pp_size=1"
+            f"{layout.describe()}: {given} compares the entropies of tokens over all ranks, but only the last pipeline "
+            "stage has them when the loss is computed: leave it out, or use pp_size=1"
         )
 
 
 def _check_stages(trainer: Any, runtime: Runtime, scores_tokens: bool) -> None:
-    """Refuse options that need the full model on one rank."""
+    """Raise for options that need the full model on one rank."""
     layout = runtime.mesh.layout.describe()
     name = type(trainer).__name__
     count = trainer.args.gradient_accumulation_steps
     if rebalances(trainer.args) and runtime.mesh.layout.num_microbatches not in (None, count):
         raise ConfigError(
-            f"{layout}: batches of train_sampling_strategy='batch_rebalance', of different numbers of rows, are the "
-            f"schedule's microbatches: set num_microbatches={count}, as gradient_accumulation_steps, or leave it out"
+            f"{layout}: train_sampling_strategy='batch_rebalance' makes batches with different numbers of rows, so "
+            f"each batch must be one microbatch of the schedule: set num_microbatches={count}, equal to "
+            "gradient_accumulation_steps, or leave it out"
         )
     if getattr(trainer, "aux_loss_enabled", False):
         raise ConfigError(
-            f"{layout}: {name} adds the router's loss, a sum over layers of which each stage has "
-            f"some: use {type(trainer.args).__name__}(router_aux_loss_coef=0.0) and load the model with "
+            f"{layout}: {name} adds the router's loss, which is a sum over all layers, but each stage has only some "
+            f"layers: use {type(trainer.args).__name__}(router_aux_loss_coef=0.0) and load the model with "
             "routing=hfscale.RoutingConfig(balance_loss=...), or use pp_size=1"
         )
     if getattr(trainer.args, "activation_offloading", False):
         raise ConfigError(
-            f"{layout}: activation_offloading is not for passes between stages: leave it out"
+            f"{layout}: activation_offloading does not support pipeline stages: leave it out"
         )
     own = not has_stock_loss(trainer)
     if (own and not scores_tokens) or runtime.loss is None:
         whose = f"{name}.compute_loss, or compute_loss_func," if own else class_name(runtime.model)
         raise ConfigError(
             f"{layout}: {whose} needs the model's full output, which only one stage has: "
-            "use pp_size=1, or leave the loss as transformers has it; in a loop of your own, "
-            "hfscale.train_step(score_loss=) runs a loss of scores of tokens there"
+            "use pp_size=1, or keep the loss of transformers; in your own loop, hfscale.train_step(score_loss=) "
+            "computes a loss of token scores on that stage"
         )
 
 
 def _check_step(trainer: Any, runtime: Runtime) -> None:
-    """Check the microbatches that a step will have, and that their labels can be smoothed."""
+    """Check the microbatches of a step, and whether their labels can be smoothed."""
     args = trainer.args
     layout = runtime.mesh.layout
     if trainer.uses_train_step and args.label_smoothing_factor and runtime.plan.loss is None:
         raise ConfigError(
             f"TrainingArguments(label_smoothing_factor={args.label_smoothing_factor}): {class_name(runtime.model)} "
-            f"computes its loss itself, which is not smoothed over {layout.describe()}: leave it out, or use tensor "
-            "ranks alone, where Trainer smooths it"
+            f"computes its own loss, which cannot be smoothed over {layout.describe()}: leave it out, or use tensor "
+            "ranks alone, where Trainer smooths the loss"
         )
     if trainer.train_dataset is None or (
         runtime.plan.stages is None and not trainer.uses_train_step
@@ -297,17 +301,19 @@ def _check_step(trainer: Any, runtime: Runtime) -> None:
             "" if left else f" and per_device_train_batch_size={rows}, for the same rows per step"
         )
         raise ConfigError(
-            f"{layout.describe()}: the loss of {type(trainer).__name__} needs uncut batches, "
-            f"gradient_accumulation_steps={count} per step, and the schedule would cut them into {len(given)} "
+            f"{layout.describe()}: the loss of {type(trainer).__name__} needs whole batches, "
+            f"gradient_accumulation_steps={count} per step, but the schedule would split them into {len(given)} "
             f"microbatches: {asked}use gradient_accumulation_steps={len(given)}{same}"
         )
 
 
 def check_cached(dataset: Any, processes: int) -> None:
-    """Refuse rows in memory beside which the first rank would cache scores: other ranks would look elsewhere."""
+    """Raise for a data set in memory, for which the first rank would cache scores where other ranks cannot find
+    them.
+    """
     if processes > 1 and getattr(dataset, "cache_files", None) == []:
         raise ConfigError(
-            f"precompute_ref_log_probs=True in {processes} processes needs rows from a file, beside which the first "
-            "process caches the reference's scores: use datasets.load_dataset(...), or dataset.save_to_disk(path) "
-            "and datasets.load_from_disk(path)"
+            f"precompute_ref_log_probs=True in {processes} processes needs a data set that is read from a file, "
+            "because the first process caches the reference's scores next to that file: use "
+            "datasets.load_dataset(...), or dataset.save_to_disk(path) and datasets.load_from_disk(path)"
         )

@@ -1,8 +1,8 @@
-"""RNG states of a Trainer's run that is resumed, and what keeps its newest state elsewhere than on the disk.
+"""Restore RNG states when a Trainer's run resumes, and keep its newest state elsewhere than on the disk.
 
 An epoch's order is drawn as the epoch begins; a sampler without a generator (grouping by length, or
-``use_seedable_sampler=False``) draws it from the process's RNG. A run that resumes within an epoch needs both: the
-state from which the order was drawn, and, once the trained batches are skipped, the state that was saved::
+``use_seedable_sampler=False``) draws it from the process's RNG. A run that resumes within an epoch needs two states:
+the state from which the order was drawn, and, after the trained batches are skipped, the state at the save::
 
     checkpoint-N/rng_state.pth      {python, numpy, cpu[, cuda]: of the first rank, for stock Trainer in one process,
                                      "began": the same at the beginning of the epoch}
@@ -31,12 +31,16 @@ _log = logging.getLogger(__name__)
 
 
 class TrainerRandomStreams:
-    """Save and restore RNG states, of an epoch's beginning and of the checkpoint; stock checkpoints have the latter."""
+    """Save and restore the RNG states of an epoch's beginning and of the checkpoint; stock checkpoints have only the
+    latter.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._began: dict[str, Any] | None = None
-        self._before: dict[str, Any] | None = None  # at the beginning of the checkpoint's epoch
+        self._before: dict[str, Any] | None = (
+            None  # RNG states at the beginning of the checkpoint's epoch
+        )
         self._left_off: dict[str, Any] | None = None
         self._goes_on = False
 
@@ -50,14 +54,15 @@ class TrainerRandomStreams:
             )
 
     def read(self, checkpoint: Path, own: bool, rows: int) -> None:
-        """Read a checkpoint's RNG states; ``own``: it held this rank's own, which are restored already. Warn where its
-        steps had other ``rows``.
+        """Read a checkpoint's RNG states; ``own`` is whether the checkpoint contained this rank's own states, which are
+        already restored. Warn if the checkpoint's steps had another number of ``rows``.
         """
         mesh = self._mesh
         states = read_random_states(checkpoint)
         if (processes := random_states_of_processes(checkpoint)) and not own and is_writer(mesh):
             _log.warning(
-                "%s has RNG states of %d processes, which are not taken up: masks of dropout are others than theirs",
+                "%s has RNG states of %d processes, which are ignored: dropout masks will differ from those of the "
+                "earlier run",
                 checkpoint,
                 processes,
             )
@@ -78,8 +83,9 @@ class TrainerRandomStreams:
             self._before = _read(states["began"])
         if states is not None and (then := states.get("rows", rows)) != rows and is_writer(mesh):
             warnings.warn(
-                f"{checkpoint} is of steps of {then} rows over all ranks, and now they have {rows}: rows of an epoch "
-                "are repeated or left out; per_device_train_batch_size, or gradient_accumulation_steps, can mend it",
+                f"{checkpoint} was written by steps of {then} rows over all ranks, but steps now have {rows} rows, so "
+                "rows of an epoch are repeated or left out: change per_device_train_batch_size or "
+                "gradient_accumulation_steps to restore the earlier number",
                 stacklevel=2,
             )
 
@@ -89,7 +95,9 @@ class TrainerRandomStreams:
             restore_random_states(self._mesh, self._left_off)
 
     def follow(self, handler: CallbackHandler) -> None:
-        """Begin each epoch of a Trainer after its callbacks have; as a callback it would stand in the user's list."""
+        """Run this object's hook at the beginning of each epoch, after all callbacks, without appearing in the user's
+        list of callbacks.
+        """
         call_callbacks = handler.on_epoch_begin
 
         def on_epoch_begin(args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -138,15 +146,17 @@ class StatesAside(TrainerCallback):
     """Keep a Trainer's newest state elsewhere than in its output directory, between its checkpoints."""
 
     due = False
-    """Tells whether the present step is to be saved there."""
+    """Whether the present step must be saved to that place."""
 
     def kept(self, trainer: Any) -> AbstractContextManager[Path]:
-        """Let Trainer write its small files to a directory; save them with the run's state behind the block."""
+        """Let Trainer write its small files to a directory; after the block, save them together with the run's
+        state.
+        """
         raise NotImplementedError
 
     def newest(self, trainer: Any, found: Path | None) -> Path | None:
-        """Return a state that is newer than the one ``found`` on the disk, if there is one. Collective."""
+        """Return a kept state that is newer than ``found``, the checkpoint on the disk, or ``None``; collective."""
         raise NotImplementedError
 
     def free(self) -> None:
-        """Remove what is kept, at the end of a run; collective."""
+        """Remove the kept state at the end of a run; collective."""

@@ -1,4 +1,4 @@
-"""Replacements for functions that TRL's trainers call by name, for parallelized models."""
+"""Replace functions that TRL's trainers call by name, for parallelized models."""
 
 import hashlib
 from collections.abc import Iterable
@@ -22,16 +22,16 @@ from .generations import engine_over_layout
 
 
 class Seams:
-    """The replacements, for one trainer, and the layout and options of models that it makes itself."""
+    """Hold the replacements for one trainer, and the layout and options for models that the trainer creates itself."""
 
     def __init__(self, layout: ParallelConfig | None, options: dict[str, Any]) -> None:
         self.layout = layout
         self.options = options
         self.heads: list[
             FusedHead
-        ] = []  # the fused heads of its models; the first belongs to the trained model
+        ] = []  # the fused heads of the trainer's models; the first belongs to the trained model
         self._policy: Runtime | None = None
-        self._teaches = False  # whether a second model is a teacher, and no reference
+        self._teaches = False  # whether a second model is a teacher, not a reference
         self._made_of: list[tuple[nn.Parameter, Tensor]] = []
 
     def while_made(self, kind: type) -> AbstractContextManager[None]:
@@ -50,7 +50,7 @@ class Seams:
         )
 
     def train(self, model: Any) -> None:
-        """Remember the trained model, and the tensors behind its parameters."""
+        """Record the trained model, and the storage of its parameters."""
         self._policy = runtime_of(model)
         self._made_of = [
             (parameter, parameter.data)
@@ -59,7 +59,9 @@ class Seams:
         ]
 
     def follow_casts(self) -> None:
-        """Repeat on FSDP2's shards the cast to bfloat16 that TRL, in ``data``, makes of adapters over 4-bit weights."""
+        """Repeat TRL's cast to bfloat16 of adapters over 4-bit weights on FSDP2's shards; TRL casts only
+        ``parameter.data``.
+        """
         sharded: dict[nn.Parameter, torch.dtype] = {}
         for parameter, data in self._made_of:
             if parameter.dtype != data.dtype and isinstance(parameter, DTensor):
@@ -84,8 +86,8 @@ class Seams:
             return
         if cast_lm_head_to_fp32:
             raise ConfigError(
-                "cast_lm_head_to_fp32=True needs a full head, and this one is sharded: leave it out; sums over the "
-                "vocabulary are in float32 anyway"
+                "cast_lm_head_to_fp32=True needs a full head, but this head is sharded: leave it out; sums "
+                "over the vocabulary are in float32 anyway"
             )
         self.heads.append(FusedHead(model, temperature, tuple(outputs), trains=not self.heads))
 
@@ -113,10 +115,10 @@ class Seams:
         }
         dtype = given.pop("dtype", torch.float32)
         dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
-        # This is its reference, equal to it before the first step.
+        # This model is the reference, which equals the trained model before the first step.
         if self._policy is not None and not self._teaches:
             given |= reference_of(self._policy)
-            # That of this rank's first parameter, perhaps an adapter's.
+            # The dtype of this rank's first parameter, which may be an adapter's.
             if dtype == self._policy.model.dtype:
                 dtype = self._policy.plan.parameters[0].dtype
         return build.from_pretrained(
@@ -130,9 +132,9 @@ class Seams:
 
 
 def options_of(arguments: Any) -> dict[str, Any]:
-    """Return the options for models that a trainer with these ``TrainingArguments``, if any, loads itself.
+    """Return the options for models that a trainer with these ``TrainingArguments`` (or none) loads itself.
 
-    Kernels that are not installed are not asked for: a trainer needs them no sooner than it trains.
+    Kernels that are not installed are not requested here, because a trainer needs kernels only for training.
     """
     if arguments is None:
         return {}
@@ -148,12 +150,12 @@ def options_of(arguments: Any) -> dict[str, Any]:
 
 
 def compiler_of(arguments: TrainingArguments) -> bool | str:
-    """Return ``compile`` of ``from_pretrained`` as ``TrainingArguments`` say it."""
+    """Return the value of ``from_pretrained``'s ``compile`` that ``TrainingArguments`` request."""
     return arguments.torch_compile and str(arguments.torch_compile_backend)
 
 
 def reference_of(policy: Runtime) -> dict[str, Any]:
-    """Return the arguments that load a reference model equal to the policy; refuse if its adapters are new."""
+    """Return the arguments that load a reference model equal to the policy; raise if the policy's adapters are new."""
     quantization = getattr(policy.model.config, "quantization_config", None)
     given = {} if quantization is None else {"quantization_config": quantization}
     adapters = policy.adapters
@@ -161,8 +163,8 @@ def reference_of(policy: Runtime) -> dict[str, Any]:
         return given
     if adapters.source is None:
         raise ConfigError(
-            "the model has new adapters, and a second one would be loaded as its reference: give the trainer the "
-            "model without them, and peft_config=; then the reference is the model with its adapters switched off"
+            "the model has new adapters, so the trainer would load a second model as the reference: pass the model "
+            "without adapters, and peft_config=; then the reference is the model with its adapters switched off"
         )
     return {**given, "peft_config": adapters.source}
 
@@ -182,7 +184,7 @@ def _synchronized(stock: Any, **kwargs: Any) -> Any:
 
 
 def _hash_module(stock: Any, module: Any) -> str:
-    """Hash the shards of all ranks; TRL's hashes this rank's alone."""
+    """Hash the shards of all ranks; TRL's function hashes only this rank's shards."""
     runtime = find_runtime(module)
     if runtime is None:
         return str(stock(module))

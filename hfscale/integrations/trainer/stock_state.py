@@ -1,12 +1,12 @@
-"""Read and write the optimizer's state as ``transformers.Trainer`` writes it in one process, in any layout.
+"""Read and write the optimizer's state in the format of ``transformers.Trainer`` in one process, in any layout.
 
-Stock Trainer numbers parameters: those that decay, in the order of the full model, then those that do not. Each state
-with the shape of its parameter is cut, or gathered, like the parameter::
+Stock Trainer numbers parameters: first the parameters with weight decay, in the order of the full model, then the
+parameters without. Each state tensor with the shape of its parameter is sharded, or gathered, like the parameter::
 
     optimizer.pt: {"state": {number: {"exp_avg": [full], "step": []}}, "param_groups": [{..., "params": [numbers]}]}
         <-- gathered on rank 0, one tensor after the other / --> each rank takes its shards
 
-Over FSDP2 it writes ``optimizer_0/``, with names in place of numbers, of which each rank reads its slices alone.
+With FSDP2, stock Trainer writes ``optimizer_0/``, with names in place of numbers; each rank reads only its shards.
 """
 
 from dataclasses import replace
@@ -28,15 +28,17 @@ from ...train.runtime.writing import is_writer
 
 OPTIMIZER = "optimizer.pt"
 SCHEDULER = "scheduler.pt"
-_LARGEST = 16 << 30  # bytes of a state that one process is assumed to have room for
+_LARGEST = 16 << 30  # maximum bytes of a state that one process is assumed to be able to hold
 _Kinds = dict[str, dict[str, torch.dtype | None]]
-"""By parameter and state: the dtype of a tensor with the parameter's shape; ``None``: a scalar."""
+"""Map parameter and state name to the dtype of a tensor with the parameter's shape; ``None``: a scalar."""
 
 
 def write(
     runtime: Runtime, directory: Path, optimizer: torch.optim.Optimizer, scheduler: Any
 ) -> None:
-    """Write files from which stock Trainer resumes, or refuses to: without any it would begin anew. Collective."""
+    """Write files from which stock Trainer resumes, or which make it raise: without files, it would silently start with
+    an empty state. Collective.
+    """
     numbers = _stock_order(runtime, optimizer)
     kinds = _kinds(runtime, optimizer)
     written: dict[str, Any] = {"state": {}, "param_groups": [], "resume_with": "hfscale.Trainer"}
@@ -64,8 +66,8 @@ def write(
 def read(
     runtime: Runtime, checkpoint: Path, optimizer: torch.optim.Optimizer, scheduler: Any
 ) -> bool:
-    """Resume from a checkpoint of stock Trainer's, on every rank; return whether it has an optimizer's state. Refuse
-    one of other parameters or cut blocks.
+    """Resume from a checkpoint of stock Trainer, on every rank; return whether it has an optimizer's state. Raise for a
+    state of other parameters, or of 8-bit blocks that the layout would split.
     """
     source = find_optimizer(checkpoint)
     if source is None:
@@ -131,7 +133,7 @@ def _size(runtime: Runtime, kinds: _Kinds) -> int:
 def _gathered(
     runtime: Runtime, optimizer: torch.optim.Optimizer, kinds: _Kinds
 ) -> dict[str, dict[str, Any]]:
-    """Return full states by parameter, on rank 0; every rank takes part for all of them."""
+    """Return full states by parameter, on rank 0; every rank must participate for all parameters."""
     held = {
         planned.name: optimizer.state.get(parameter, {})
         for planned, parameter in runtime.parameters()

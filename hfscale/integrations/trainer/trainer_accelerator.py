@@ -21,18 +21,18 @@ from .trainer_batches import Collator, DealtStream, Marked, balanced
 
 
 class TrainerAccelerator(Accelerator):
-    """The :class:`hfscale.Accelerator` of a Trainer, to which its processes are the distinct batches."""
+    """Adapt :class:`hfscale.Accelerator` to a Trainer, which uses distinct batches as processes."""
 
     _listed = (Sampler,)
-    # Rows, and rows that count, of an iterable's evaluated batch.
+    # For an evaluated batch of an iterable dataset: the number of rows, and of rows that count.
     _last: tuple[int, int] | None = None
     _counts: list[int] | None = None  # rows that count in the evaluated batch, by data rank
 
     def __init__(self, **kwargs: Any) -> None:
         if kwargs.get("mixed_precision") == "fp16":
-            # The model has its own casts, and train_step scales the loss.
+            # hfscale's model casts by itself, and train_step scales the loss.
             kwargs["mixed_precision"] = "no"
-        kwargs.pop("dynamo_plugin", None)  # the Trainer compiles layers itself
+        kwargs.pop("dynamo_plugin", None)  # hfscale compiles layers itself
         super().__init__(**kwargs)
 
     @property
@@ -43,14 +43,14 @@ class TrainerAccelerator(Accelerator):
         return bool(metrics(self._runtime.model).get("step_was_skipped", False))
 
     def adopt(self, model: nn.Module) -> None:
-        """Count the distinct batches of this model from now on, in place of any other model's."""
+        """Count the distinct batches of this model from now on, instead of an earlier model's."""
         self._runtime = None
         self._adopt(model)
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Prepare as :class:`hfscale.Accelerator` does; ranks that share a batch augment its samples alike."""
+        """Prepare like :class:`hfscale.Accelerator`; ranks that share a batch augment its samples equally."""
         seed_workers_by(data_loader, self.mesh.batch_rank)
         if (
             isinstance(data_loader.batch_sampler, BatchRebalanceSampler)
@@ -68,14 +68,15 @@ class TrainerAccelerator(Accelerator):
                     DealtStream,
                 )
             data_loader.collate_fn = Collator(data_loader.collate_fn)
-        # Batches stay on the CPU, where a step checks them without a device sync, and moves them in one copy.
+        # Batches stay on the CPU: a step checks them without a device synchronization, and then moves them in one copy.
         return super().prepare_data_loader(data_loader, False, slice_fn_for_dispatch)
 
     def examples_of(self, batch: Any, of_stream: bool = False) -> tuple[int, int] | None:
-        """Return the number of examples in the loader's latest ``batch``, and how many are not repeated.
+        """Return the number of examples in the loader's latest ``batch``, and the number of new examples.
 
-        Data ranks get batches of one size; the last ones are padded with examples from the beginning. ``None``, on
-        every rank alike, if there can be no repeated ones. The loader of a stream for training may have ended already.
+        Data ranks get batches of one size; the last batches are padded with repeated examples from the beginning.
+        Return ``None``, on every rank, if no example can be repeated. The loader of a stream for training may already
+        have ended.
         """
         state = self.gradient_state
         self._last = None
@@ -129,7 +130,7 @@ class TrainerAccelerator(Accelerator):
             self._counts = None
 
     def gather(self, tensor: Any) -> Any:
-        """Gather over distinct batches, without rows that repeat others."""
+        """Gather over distinct batches, without repeated rows."""
         if self._counts is None or not isinstance(tensor, Tensor):
             return super().gather(tensor)
         counts = self._counts
@@ -137,7 +138,7 @@ class TrainerAccelerator(Accelerator):
             return _OfRanks.wrap(super().gather(tensor), counts)
         here = max(counts[self.process_index], 1)
         most = max(counts)
-        chunks = tensor.unflatten(0, (-1, here))  # chosen and rejected rows, say
+        chunks = tensor.unflatten(0, (-1, here))  # for example, chosen and rejected rows
         filled = chunks.new_zeros((len(chunks), most, *chunks.shape[2:]))
         filled[:, :here] = chunks
         every = super().gather(filled).unflatten(0, (len(counts), -1))
@@ -148,8 +149,8 @@ class TrainerAccelerator(Accelerator):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather over distinct batches, without padding rows, also for iterable datasets of unknown length.
 
-        A scalar of each rank belongs to no example: Accelerate would drop those of all ranks but the first few. Scalars
-        are gathered as float64, since TRL returns another dtype for zero rows (KTO, on a rank without desirable ones).
+        Scalars of ranks belong to no example, but Accelerate would keep only the first few ranks' scalars. Scalars are
+        gathered as float64, because TRL returns another dtype for zero rows (KTO, on a rank without desirable rows).
         """
         if isinstance(input_data, torch.Tensor) and input_data.ndim == 0:
             return self.gather(
@@ -168,12 +169,16 @@ class TrainerAccelerator(Accelerator):
     def _agree_on_order(self, data_loader: Any) -> None:
         sampler = get_sampler(data_loader)
         if isinstance(sampler, LengthGroupedSampler):
-            sampler.batch_size *= self.mesh.batch_world  # group over a full step, as in one process
+            sampler.batch_size *= (
+                self.mesh.batch_world
+            )  # group samples over a full step, like in one process
         super()._agree_on_order(data_loader)
 
 
 def _rows(batch: Any) -> int:
-    """Return the examples of a batch of any class: GRPO's are lists, pictures and sound have no token ids."""
+    """Return the number of examples of a batch of any kind: GRPO's batches are lists, pictures and sound have no token
+    ids.
+    """
     if not isinstance(batch, Mapping):
         return len(batch)
     if "input_ids" in batch:
@@ -182,7 +187,7 @@ def _rows(batch: Any) -> int:
 
 
 class _OfRanks(Tensor):
-    """One number per data rank: their sum skips ranks without rows, their mean is weighted by rows."""
+    """Hold one number per data rank; the sum skips ranks without rows, and the mean is weighted by rows."""
 
     rows: Tensor
 

@@ -1,4 +1,4 @@
-"""The arguments that a Trainer is made with: their names, the config that it would make itself, its second models."""
+"""Complete the arguments of a Trainer: their names, the default config, and second models."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -16,7 +16,9 @@ SECOND_MODELS = ("ref_model", "teacher_model")
 def by_name(
     init: Callable[..., Any], given: Sequence[Any], named: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return arguments behind the model's as ``init`` names them; those without a name stay where they are."""
+    """Return the positional arguments after the model by their names in ``init``; arguments without a name stay
+    positional.
+    """
     names = [
         name
         for name, parameter in inspect.signature(init).parameters.items()
@@ -24,14 +26,14 @@ def by_name(
     ]
     own = names[1 : len(given) + 1]
     if len(own) < len(given) or set(own) & set(named):
-        return list(given), named  # the call itself says what is wrong with it
+        return list(given), named  # the call itself will raise the right error
     return [], dict(zip(own, given, strict=True)) | named
 
 
 def with_default_config(
     kind: type, init: Callable[..., Any], model: Any, named: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return arguments with the config that TRL would make, in the precision of a model that has been built."""
+    """Return arguments with the config that TRL would create, in the precision of a model that has been built."""
     if (
         model is None
         or named.get("args") is not None
@@ -50,9 +52,9 @@ def with_default_config(
 def with_second_models(
     named: dict[str, Any], layout: ParallelConfig, cut: Callable[[nn.Module], Any]
 ) -> dict[str, Any]:
-    """Return arguments whose stock references and teachers are cut, in place, as the trained model is."""
+    """Return arguments in which stock references and teachers are sharded in place like the trained model."""
     given = {name: named[name] for name in SECOND_MODELS if isinstance(named.get(name), nn.Module)}
     stock = {name: model for name, model in given.items() if find_runtime(model) is None}
     if layout.total_size == 1:
-        stock.pop("ref_model", None)  # stock code runs as it is
+        stock.pop("ref_model", None)  # in one process, stock code runs unchanged
     return named | {name: cut(model) for name, model in stock.items()}

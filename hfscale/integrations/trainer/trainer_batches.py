@@ -1,7 +1,8 @@
-"""Deal examples to distinct batches, and adapt batches with fewer rows than a schedule needs or that must not count.
+"""Divide examples over distinct batches, and adapt batches that have too few rows for a schedule, or repeated rows.
 
-Data ranks get equally many examples of an iterable dataset, in the order of one process. If it ends within a step, the
-last ones are padded with examples from the beginning, which are marked so that they do not count::
+All data ranks get the same number of examples of an iterable dataset, in the order of one process. If the dataset ends
+within a step, the last batches are padded with examples from the beginning, which are marked so that they do not
+count::
 
     10 examples, two ranks, 3 rows each         rank 0: 0 1 2 | 6 7 8
                                                 rank 1: 3 4 5 | 9 (0) (1)
@@ -33,13 +34,13 @@ _IGNORED = -100
 
 @dataclass
 class Repeated:
-    """Mark an example that another rank, or an earlier step, has already."""
+    """Mark an example that is already in another rank's batch or in an earlier step."""
 
     example: Any
 
 
 class DealtStream(IterableDatasetShard):
-    """Accelerate's shard of an iterable dataset, with :class:`Repeated` examples as padding of the last step."""
+    """Divide an iterable dataset like Accelerate, with :class:`Repeated` examples as padding of the last step."""
 
     def __iter__(self) -> Iterator[Any]:
         ranks = range(
@@ -64,7 +65,7 @@ class DealtStream(IterableDatasetShard):
 
 
 def balanced(loader: Any, runtime: Runtime) -> Any:
-    """Return a copy of ``batch_rebalance``'s loader that shares rows out over distinct batches by their cost."""
+    """Return a copy of ``batch_rebalance``'s loader that divides rows over distinct batches by their cost."""
     given = loader.batch_sampler
     rows = given.effective_batch_size // given.dp_size * runtime.mesh.batch_world
     sampler = balanced_batches(
@@ -75,22 +76,22 @@ def balanced(loader: Any, runtime: Runtime) -> Any:
 
 
 class Marked(dict[str, Any]):
-    """A batch with the numbers of the examples in it."""
+    """Hold a batch and the numbers of its examples."""
 
-    # how many tokens each example has, if all are joined into one row; positions cannot tell, since an example may
-    # consist of several texts
+    # the number of tokens of each example, if all are packed into one row; positions do not show it, because an example
+    # may consist of several texts
     lengths: tuple[int, ...] = ()
-    known: tuple[int, int] = (0, 0)  # how many examples there are, and how many of them count
+    known: tuple[int, int] = (0, 0)  # the number of examples, and the number of examples that count
 
 
 class Collator:
-    """A wrapper of ``collate`` whose batches are :class:`Marked` if examples are repeated or joined."""
+    """Wrap ``collate``; its batches become :class:`Marked` if examples are repeated or packed."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
 
     def __call__(self, examples: Any) -> Any:
-        """Collate examples, marking repeated and joined ones."""
+        """Collate examples, and mark repeated and packed examples."""
         repeats = sum(isinstance(each, Repeated) for each in examples)
         plain = (
             [each.example if isinstance(each, Repeated) else each for each in examples]
@@ -112,12 +113,12 @@ class Collator:
 def cut_by_schedule(
     executor: Executor, batches: Sequence[Batch], arguments: Any, ignores: bool
 ) -> Iterator[list[Batch]]:
-    """Yield a step's batches, padded to the number and size that ``TrainingArguments`` say, as schedules need.
-    Added rows repeat the last one without labels; for a loss that ignores no label, see :func:`pieces`.
+    """Yield a step's batches, padded to the number and size in ``TrainingArguments``, because schedules need these.
+    Added rows repeat the last row without labels; for a loss that ignores no label, see :func:`pieces`.
     """
     count = arguments.gradient_accumulation_steps
     rows = arguments.per_device_train_batch_size
-    # Batches of few long rows are as long as those of many short ones.
+    # Batches of few long rows have as many tokens as batches of many short rows.
     uneven = rebalances(arguments)
     with executor.uncut() if uneven or not ignores else nullcontext():
         if ignores:
@@ -128,7 +129,7 @@ def cut_by_schedule(
 
 
 def rebalances(arguments: Any) -> bool:
-    """Return whether ``TrainingArguments`` ask for batches of equal cost, whose numbers of rows differ."""
+    """Return whether ``TrainingArguments`` request batches of equal cost, whose numbers of rows differ."""
     return getattr(arguments, "train_sampling_strategy", None) == "batch_rebalance"
 
 
@@ -136,8 +137,8 @@ def pieces(
     executor: Executor, batches: Sequence[Batch], count: int, rows: int
 ) -> list[list[Batch]]:
     """Return the microbatches of each of ``count`` batches of ``rows`` rows; the last batches may have fewer, or none.
-    This is for losses without an ignored label, to which no row can be added: 3 rows in 4 microbatches are 1 + 1 + 1 +
-    0. Run them inside of ``executor.uncut()``.
+    This is for losses that ignore no label, where padding rows would count: 3 rows in 4 microbatches become 1 + 1 + 1 +
+    0. Run these microbatches inside ``executor.uncut()``.
     """
     row = torch.zeros(rows, 2, dtype=torch.int64)
     parts = len(executor.share_out([{"input_ids": row, "labels": row}] * count)) // count
@@ -176,20 +177,22 @@ def warn_of_repeated(trainer: Any, known: tuple[int, int] | None) -> None:
         return
     vars(trainer)["_told_of_repeated"] = True
     warnings.warn(
-        f"data ranks get equally many examples, so {known[0] - known[1]} of an epoch's last batch are repeated, and "
-        f"the loss of {type(trainer).__name__} counts them twice, as in stock data-parallel Trainer: use data sets "
-        "of whole steps, or dataloader_drop_last=True",
+        f"all data ranks get the same number of examples, so {known[0] - known[1]} examples of an epoch's last batch "
+        f"are repeated, and the loss of {type(trainer).__name__} counts them twice, like the stock data-parallel "
+        "Trainer: use data sets of whole steps, or dataloader_drop_last=True",
         stacklevel=2,
     )
 
 
 def first_rows(batch: Batch, has: int, rows: int) -> Batch:
-    """Return ``batch`` with the first ``rows`` of its ``has`` rows; there may be none left."""
+    """Return ``batch`` with the first ``rows`` of its ``has`` rows, possibly none."""
     return batch if rows == has else _by_rows(batch, (has,), lambda value: value[:rows])
 
 
 def first_of_chunks(batch: Batch, has: int, rows: int) -> Batch:
-    """Return ``batch`` with the first ``rows`` of its ``has``, in both halves if chosen rows precede rejected ones."""
+    """Return ``batch`` with the first ``rows`` of its ``has`` rows; if all chosen rows precede the rejected rows, the
+    first rows of both halves.
+    """
     return _by_rows(
         batch, (has, 2 * has), lambda value: torch.cat([chunk[:rows] for chunk in value.split(has)])
     )
@@ -221,7 +224,7 @@ def _by_rows(
     sizes: tuple[int, ...],
     change: Callable[[Tensor], Tensor],
 ) -> Batch:
-    """Return ``batch`` with ``change`` applied to its tensors of that many rows."""
+    """Return ``batch`` with ``change`` applied to its tensors whose number of rows is in ``sizes``."""
     return {
         name: change(value)
         if isinstance(value, Tensor) and value.ndim and len(value) in sizes
@@ -231,7 +234,7 @@ def _by_rows(
 
 
 def unlabelled(batch: Batch, since: int = 0, dim: int = 0) -> Batch:
-    """Return ``batch`` with labels ignored: all rows', or from ``since`` on along ``dim``."""
+    """Return ``batch`` with ignored labels: of all rows, or from index ``since`` on along ``dim``."""
     masked = dict(batch)
     for name in _LABELS:
         if isinstance(batch.get(name), Tensor):

@@ -13,23 +13,27 @@ from ...cost.model.optimizer_bytes import BITSANDBYTES, WIDE_EMBEDDINGS
 from ...optim import create_optimizer
 from ...optim.catalog import CHOICES, find_choice, parse_arguments
 
-OF_BACKWARD = frozenset({"lomo", "adalomo"})  # they step in the backward pass, in one process alone
+OF_BACKWARD = frozenset(
+    {"lomo", "adalomo"}
+)  # these step during the backward pass, and work only in one process
 
 
 def optimizer_name(arguments: Any) -> str:
-    """Return the name that ``TrainingArguments`` have for their optimizer."""
+    """Return the name of the optimizer in ``TrainingArguments``."""
     return str(getattr(arguments.optim, "value", arguments.optim))
 
 
 def check_optimizer(arguments: Any) -> None:
-    """Check that hfscale knows the optimizer that the arguments name, and that it takes ``optim_args``."""
+    """Check that hfscale supports the optimizer that the arguments name, and that the optimizer accepts
+    ``optim_args``.
+    """
     name = optimizer_name(arguments)
     if left_to_host(name):
         return
     adam = {"betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
     choice = find_choice(name)
     given = parse_arguments(arguments.optim_args)
-    # These have arguments of their own.
+    # These optimizers have their own arguments.
     unheard = {*_unheard_options(arguments, given)} & {*choice.adam}
     choice.options(
         name, adam, {option: value for option, value in given.items() if option not in unheard}
@@ -37,12 +41,16 @@ def check_optimizer(arguments: Any) -> None:
 
 
 def left_to_host(name: str) -> bool:
-    """Return whether Trainer makes the optimizer itself: in one process, one that hfscale does not have over shards."""
+    """Return whether Trainer creates the optimizer, because it runs in one process and hfscale has no sharded
+    version.
+    """
     return started_processes() == 1 and name not in CHOICES
 
 
 def named_optimizer(trainer: Any, model: nn.Module) -> Any:
-    """Return the optimizer of ``args.optim``, or ``None`` if the script chooses another, which Trainer creates."""
+    """Return the optimizer of ``args.optim``, or ``None`` if the script chooses another optimizer, which Trainer
+    creates.
+    """
     args = trainer.args
     kind = type(trainer)
     stock = StockTrainer
@@ -51,7 +59,7 @@ def named_optimizer(trainer: Any, model: nn.Module) -> Any:
     if trainer.optimizer_cls_and_kwargs is not None or overridden or left_to_host(name):
         return None
     groups = None
-    # The subclass chooses what decays.
+    # The subclass chooses which parameters decay.
     if kind.get_decay_parameter_names is not stock.get_decay_parameter_names:
         names = set(trainer.get_decay_parameter_names(model))
         trained = [
@@ -79,13 +87,15 @@ def named_optimizer(trainer: Any, model: nn.Module) -> Any:
 
 
 def _as_trainer_steps_embeddings(arguments: Any) -> dict[str, Any]:
-    """Return the option by which states of embeddings have 32 bits, as in stock Trainer, if others have 8."""
+    """Return the option that keeps embeddings' states in 32 bits if other states have 8 bits, like stock Trainer."""
     known = BITSANDBYTES.get(optimizer_name(arguments))
     return {WIDE_EMBEDDINGS: True} if known is not None and known.bits == 8 else {}
 
 
 def heard_options(arguments: Any) -> dict[str, Any]:
-    """Return the ``optim_args`` that ``transformers.Trainer`` uses, so that a script logs the same; warn of others."""
+    """Return the ``optim_args`` that ``transformers.Trainer`` uses, and warn of ignored ones, so that results stay
+    equal.
+    """
     given = parse_arguments(arguments.optim_args)
     unheard = _unheard_options(arguments, given)
     if unheard:

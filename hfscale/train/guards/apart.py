@@ -1,9 +1,10 @@
-"""Refuse to step parameters outside of a spread model of which ranks, which read other batches, have other gradients.
+"""Refuse to step parameters outside of a distributed model if data ranks have different gradients for them.
 
-Beside a model's parameters, in one optimizer, every rank steps them: a collective tells. An optimizer of such ones
-alone (a head on frozen layers) may as well be of an unrelated model that one rank trains, so that nothing may wait for
-the others without an end. Ranks tell each other what they have by the store where they met, and wait for a few seconds,
-once; parameters that are replicas, equal on all of them, and are about to be stepped by different gradients, drift.
+If one optimizer holds such parameters together with the model's parameters, every rank steps them, so a collective can
+compare their gradients. An optimizer that holds only outside parameters (a head on frozen layers) may belong to an
+unrelated model that only one rank trains, so no rank may wait for other ranks without a limit. In this case, ranks
+exchange digests through the rendezvous store, once, and wait a few seconds. Parameters that are equal on all ranks but
+have different gradients would drift apart, so they raise an error.
 """
 
 import json
@@ -27,14 +28,16 @@ _TOLERANCE = 1e-3
 _PATIENCE = timedelta(seconds=10)
 _FLAT = ("_is_flat_param", "ds_id")  # marks of parameters that FSDP1 and DeepSpeed shard
 _models: "WeakSet[nn.Module]" = WeakSet()
-_asked = Counter[str]()  # how many optimizers of parameters of the same shapes have asked
+_asked = Counter[
+    str
+]()  # how many optimizers, by the shapes of their parameters, have been compared
 
 _Digest = tuple[float, float]
 """The sum and the norm of a tensor."""
 
 
 def watch_for_others(runtime: Runtime) -> None:
-    """Note a model whose ranks read different batches."""
+    """Register a model whose ranks read different batches."""
     if runtime.mesh.data_world > 1:
         _models.add(runtime.model)
 
@@ -42,15 +45,17 @@ def watch_for_others(runtime: Runtime) -> None:
 def refuse_beside(
     optimizer: torch.optim.Optimizer, beside: Sequence[Tensor], mesh: Mesh, layout: str
 ) -> None:
-    """Refuse parameters ``beside`` a model's if each rank has another gradient of them; collective. DDP, or a script,
-    may have summed them.
+    """Raise :class:`ConfigError` if ranks have different gradients for the parameters ``beside`` a model's in one
+    optimizer; collective. Gradients that DDP or a script has summed over ranks are accepted.
     """
     every = mesh.all_gather_object([_digest(parameter.grad) for parameter in beside])
     _refuse(optimizer, beside, every, layout)
 
 
 def refuse_alone(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]) -> None:
-    """Refuse an optimizer of none of a model's parameters if they are equal on all ranks, and their gradients not."""
+    """Raise :class:`ConfigError` for an optimizer without parameters of a model, if its parameters are equal on all
+    ranks, but their gradients differ.
+    """
     meshes = [runtime.mesh for model in list(_models) if (runtime := find_runtime(model))]
     trained = [entry for entry in held if entry.requires_grad]
     sharded = any(isinstance(entry, DTensor) or _is_flat(entry) for entry in trained)
@@ -67,7 +72,7 @@ def refuse_alone(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]) -> No
 def _told_by_all(
     optimizer: torch.optim.Optimizer, trained: Sequence[Tensor], mesh: Mesh
 ) -> list[tuple[list[_Digest], list[_Digest]]] | None:
-    """Return each rank's digests of values and gradients; ``None`` if a rank does not step such an optimizer now."""
+    """Return each rank's digests of values and gradients; ``None`` if some rank does not step such an optimizer now."""
     kind = f"{type(optimizer).__name__} {[tuple(entry.shape) for entry in trained]}"
     _asked[kind] += 1
     store: Any = own_store(f"hfscale/alone/{kind}/{_asked[kind]}")
@@ -76,7 +81,7 @@ def _told_by_all(
     ranks = [str(rank) for rank in range(mesh.layout.total_size)]
     try:
         store.wait(ranks, _PATIENCE)
-    except RuntimeError:  # the store's time is over
+    except RuntimeError:  # the store's timeout has passed
         return None
     return [tuple(json.loads(store.get(rank))) for rank in ranks]
 
@@ -90,15 +95,15 @@ def _refuse(
     for index, parameter in enumerate(parameters):
         if _is_apart(every, index):
             raise ConfigError(
-                f"{type(optimizer).__name__} must hold parameters of the model alone, or others with the same gradient "
-                f"on every rank of {layout}, got one of shape {tuple(parameter.shape)} around the model, of "
-                "which each rank would train its own: put it into the model before hfscale.parallelize, adapt the "
+                f"{type(optimizer).__name__} must hold only parameters of the model, or others with the same gradient "
+                f"on every rank of {layout}, got one of shape {tuple(parameter.shape)} outside of the model, of which "
+                "each rank would train its own copy: put it into the model before hfscale.parallelize, adapt the "
                 "layers by hfscale.get_peft_model, sum its gradient over ranks first, or use one process"
             )
 
 
 def _is_apart(every: Sequence[Sequence[_Digest]], index: int) -> bool:
-    """Return whether ranks have different digests of one tensor, by more than rounding."""
+    """Return whether the digests of one tensor differ between ranks by more than rounding."""
     sums, norms = zip(*(told[index] for told in every), strict=True)
     apart = max(max(sums) - min(sums), max(norms) - min(norms))
     return bool(apart > _TOLERANCE * max(norms))

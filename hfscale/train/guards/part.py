@@ -37,8 +37,9 @@ _log = logging.getLogger(__name__)
 
 
 def count_whole(runtime: Runtime) -> None:
-    """Make ``model.num_parameters()`` return the number of the full model, on every rank, without communication:
-    parameters of other stages are assumed to train as when the model was built (adapters alone, or everything).
+    """Make ``model.num_parameters()`` return the number of parameters of the full model, on every rank, without
+    communication. Parameters of other pipeline stages are assumed to be trainable as when the model was built (only
+    adapters, or everything).
     """
     model = runtime.model
     plan = runtime.plan
@@ -87,26 +88,27 @@ def refuse_changes(model: Any, layout: ParallelConfig) -> None:
 
     def resize(new_num_tokens: int | None = None, *_: Any, **__: Any) -> Any:
         if new_num_tokens in (None, model.config.get_text_config().vocab_size):
-            return model.get_input_embeddings()  # as transformers does if nothing changes
+            return model.get_input_embeddings()  # like transformers if the size does not change
         raise ConfigError(
-            f"resize_token_embeddings({new_num_tokens}) would make this {kind} differ from its plan, which its loss "
-            "and saves follow. Resize it while it is loaded: hfscale.from_pretrained(directory, parallel=..., "
-            f"resize_token_embeddings={new_num_tokens}); hfscale.parallelize(model, parallel) takes a resized model "
-            "from memory"
+            f"resize_token_embeddings({new_num_tokens}) would make this {kind} differ from its plan, on which the loss "
+            "and the saves depend. Resize the model while it is loaded: hfscale.from_pretrained(directory, "
+            f"parallel=..., resize_token_embeddings={new_num_tokens}); hfscale.parallelize(model, parallel) takes a "
+            "model that was resized in memory"
         )
 
     def deepcopy(_: Any) -> Any:
         raise ConfigError(
-            f"{kind} is spread over {layout.describe()}, and a copy of this rank's part cannot run: build a second "
-            "one with hfscale.from_pretrained(path, parallel=...). For an average of its weights, or to go back to "
-            "them, clone model.state_dict()'s tensors on every rank"
+            f"{kind} is spread over {layout.describe()}, and a copy of this rank's part cannot run: build a second one "
+            "with hfscale.from_pretrained(path, parallel=...). To average weights or to restore them later, clone "
+            "model.state_dict()'s tensors on every rank"
         )
 
     def pickled(_: int) -> Any:
         raise ConfigError(
-            f"{kind} is spread over {layout.describe()}, and its groups of processes cannot be pickled, nor can what "
-            "holds it (an Accelerator, a trainer, torch.save of the whole model): write it by "
-            "hfscale.save_pretrained or hfscale.save_state on every rank, or pickle what holds it before it is there"
+            f"{kind} is spread over {layout.describe()}, and its process groups cannot be pickled, so neither can an "
+            "object that contains it (an Accelerator, a trainer, torch.save of the whole model): write it by "
+            "hfscale.save_pretrained or hfscale.save_state on every rank, or pickle the containing object before the "
+            "model is built"
         )
 
     model.resize_token_embeddings = resize
@@ -116,13 +118,15 @@ def refuse_changes(model: Any, layout: ParallelConfig) -> None:
 
 
 class SharedBatch(Part):
-    """Check that ranks that share a batch get the same one, also in plain loops."""
+    """Check that ranks that must get the same batch do, even in plain loops."""
 
     def __init__(self) -> None:
         self._first: RemovableHandle | None = None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Compare the first batch of a plain loop, by a hook. Installed after the parts that synchronize RNG state."""
+        """Add a hook that compares the first batch of a plain loop; installed after parts that synchronize RNG
+        state.
+        """
         sharing = runtime.mesh.sharing
         names = list(inspect.signature(runtime.model.forward).parameters)
 
@@ -153,17 +157,19 @@ class SharedBatch(Part):
     def check_step(
         self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False
     ) -> None:
-        """Remove the hook on plain loops: a step compares its batches itself."""
+        """Remove the hook for plain loops, because a training step compares its batches itself."""
         if self._first is not None:
             self._first.remove()
 
 
 class StockCode(Part):
-    """Guard against stock code that takes shards for the full model; ``model.save_pretrained`` becomes ``save``."""
+    """Guard against stock code that would treat shards as the full model; replace ``model.save_pretrained`` by
+    ``save``.
+    """
 
     def __init__(self, save: Callable[..., None]) -> None:
         self._save = save
-        # the modules, parameters and loss that were built; ``None`` in one process
+        # record of the modules, parameters and loss as built; ``None`` in one process
         self.structure: Structure | None = None
         self._looks = True
 
@@ -172,7 +178,7 @@ class StockCode(Part):
         model = runtime.model
         layout = runtime.mesh.layout
         refuse_changes(model, layout)
-        # Transformers would save adapters' wrapped names.
+        # Transformers would save weights under the names of PEFT's wrappers.
         if layout.total_size > 1 or runtime.plan.adapters:
             model.save_pretrained = _saves_all_of_it(model, self._save)
         refuse_other_optimizers(runtime)
@@ -183,7 +189,7 @@ class StockCode(Part):
         refuse_stock_clipping(runtime)
         count_whole(runtime)
         self.structure = Structure(runtime)
-        # Stages run in steps alone, with older weights in some schedules.
+        # Pipeline stages run only in training steps, with older weights in some schedules.
         if runtime.plan.stages is None:
             model.register_forward_pre_hook(self._check_called_model, prepend=True)
 
@@ -193,7 +199,7 @@ class StockCode(Part):
             self.structure.check()
 
     def around_gradients(self, runtime: Runtime) -> AbstractContextManager[None]:
-        """Do not look again at each microbatch of a step, which :func:`before_step` has checked."""
+        """Skip the check at each microbatch of a step, because :func:`before_step` has already checked the model."""
         return attribute_replaced(self, "_looks", False)
 
 
@@ -205,13 +211,15 @@ def check_model(runtime: Runtime) -> None:
 
 
 def as_built(runtime: Runtime) -> AbstractContextManager[None]:
-    """Put the built modules back inside the ``with`` block, and warn of those that replaced them; refuse nothing."""
+    """Restore the built modules inside the ``with`` block, and warn (without an error) of modules that replaced
+    them.
+    """
     stock = runtime.part(StockCode)
     return nullcontext() if stock is None or stock.structure is None else stock.structure.as_built()
 
 
 def _saves_all_of_it(model: Any, save: Callable[..., None]) -> Callable[..., None]:
-    """Return a ``model.save_pretrained`` for stock loops, which call it on every rank with Accelerate's arguments."""
+    """Return a ``model.save_pretrained`` for stock loops, which call it with Accelerate's arguments on every rank."""
 
     def save_pretrained(
         save_directory: Any,
@@ -224,7 +232,7 @@ def _saves_all_of_it(model: Any, save: Callable[..., None]) -> Callable[..., Non
         refused = sorted([*others, *([] if safe_serialization else ["safe_serialization"])])
         if refused:
             raise ConfigError(
-                f"save_pretrained({', '.join(refused)}=...) cannot be used on a model whose ranks hold parts of it: "
+                f"save_pretrained({', '.join(refused)}=...) cannot be used on a model that is sharded over ranks: "
                 "leave it out, and call it on every rank, as hfscale.save_pretrained(model, directory)"
             )
         save(model, save_directory, max_shard_size=max_shard_size)
@@ -233,7 +241,9 @@ def _saves_all_of_it(model: Any, save: Callable[..., None]) -> Callable[..., Non
 
 
 def before_step(runtime: Runtime) -> None:
-    """Refuse to train a model that was changed, is in float16, has no gradients or whose replicas drifted apart."""
+    """Raise :class:`ConfigError` if the model was changed, is in float16, or cannot have gradients, or if its replicas
+    differ.
+    """
     check_model(runtime)
     if not torch.is_grad_enabled():
         raise ConfigError(
@@ -242,7 +252,7 @@ def before_step(runtime: Runtime) -> None:
         )
     runtime.steps += 1
     if runtime.steps == 1:
-        # in float16 gradients could not be unscaled; by the plan, the same on every rank
+        # float16 gradients could not be unscaled; decided by the plan, so that every rank raises
         if name := next(
             (p.name for p in runtime.plan.parameters if p.dtype == torch.float16), None
         ):
@@ -261,18 +271,20 @@ def before_step(runtime: Runtime) -> None:
 
 
 def _warn_of_rounding(runtime: Runtime) -> None:
-    """Warn of weights that are quantized, and of a launcher's precision that differs from the model's."""
+    """Warn of quantized weights, and of a launcher's precision that differs from the model's precision."""
     quantized = runtime.plan.quantized
     for line in [] if quantized is None else quantized.lines(runtime.plan.by_name)[1:]:
         _log.warning(
-            "%s (losses differ from those of one process by the rounding of these weights)", line
+            "%s (so losses differ from the losses of one process by the rounding of these weights)",
+            line,
         )
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     own = runtime.options.mixed_precision
     if asked not in ("no", own, runtime.options.around_products):
         _log.warning(
             "ACCELERATE_MIXED_PRECISION=%s (from accelerate launch, its config file or TrainingArguments) does not "
-            "change a model that was built with mixed_precision=%r: build it with mixed_precision=%r if that is meant",
+            "change a model that was built with mixed_precision=%r: build it with mixed_precision=%r if you want "
+            "this precision",
             asked,
             own,
             asked,
@@ -280,7 +292,9 @@ def _warn_of_rounding(runtime: Runtime) -> None:
 
 
 def _warn_of_misread_rows(runtime: Runtime) -> None:
-    """Warn of 4-bit matrices that bitsandbytes misreads on CPUs, in stock models too, so no comparison shows it."""
+    """Warn of 4-bit matrices that bitsandbytes misreads on CPUs; stock models have the same error, so no comparison
+    detects it.
+    """
     quantized = runtime.plan.quantized
     if (
         quantized is None
@@ -296,8 +310,8 @@ def _warn_of_misread_rows(runtime: Runtime) -> None:
     misread = [width for width in sorted(widths) if width % BLOCK and misreads_rows(width)]
     if misread:
         _log.warning(
-            "on CPUs this version of bitsandbytes takes wrong scales for 4-bit matrices whose rows are no whole blocks "
-            "of %d values (%s here), in stock models as well: their numbers are not those that a GPU computes",
+            "on CPUs this version of bitsandbytes uses wrong scales for 4-bit matrices whose rows are not whole "
+            "blocks of %d values (%s here), in stock models too: results differ from those of a GPU",
             BLOCK,
             ", ".join(map(str, misread)),
         )
@@ -315,16 +329,16 @@ def _warn_of_a_base_alone(runtime: Runtime) -> None:
     ]
     if rest and all(parameter.requires_grad for _, parameter in rest):
         _log.warning(
-            "the model is held in %d bits, which do not train, and has no adapters: all that trains are its embeddings "
-            "and norms (%s, for one). Put adapters around it - from_pretrained(..., peft_config=LoraConfig(...)), or "
-            "hfscale.get_peft_model(model, config) - or freeze what should stay with requires_grad_(False)",
+            "the model is held in %d bits, which do not train, and has no adapters: so only its embeddings and norms "
+            "train (%s, for one). Add adapters - from_pretrained(..., peft_config=LoraConfig(...)), or "
+            "hfscale.get_peft_model(model, config) - or freeze these parameters with requires_grad_(False)",
             quantized.bits,
             rest[0][0],
         )
 
 
 def _warn_of_lost_updates(runtime: Runtime) -> None:
-    """Warn of 16-bit weights that train: most updates are smaller than half their last bit, and rounded away."""
+    """Warn of trainable 16-bit weights: most updates are smaller than half of the last bit, and are rounded away."""
     if runtime.keeps_small_updates:
         return
     trained = [(planned.name, p.dtype) for planned, p in runtime.parameters() if p.requires_grad]
@@ -333,7 +347,7 @@ def _warn_of_lost_updates(runtime: Runtime) -> None:
         name, dtype = half[0]
         _log.warning(
             "%d of the %d parameters that train are %s (%s, for one): updates below about 1/512 of a weight are "
-            "rounded away, and AdamW at lr=1e-5 leaves nine weights in ten as they are. Load the model with "
+            "rounded away, so AdamW at lr=1e-5 leaves nine of ten weights unchanged. Load the model with "
             'dtype=torch.float32, mixed_precision="bf16", which computes in bfloat16 over float32 weights, or make the '
             "optimizer by hfscale.create_optimizer(..., stochastic_rounding=True)",
             len(half),

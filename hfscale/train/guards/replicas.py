@@ -1,14 +1,16 @@
-"""Compare replicas of parameters bit by bit, by one small exchange of checksums.
+"""Compare replicas of parameters bit by bit, with one small exchange of checksums.
 
-Tensor ranks replicate norms and adapter factors, groups of them key/value heads, data replicas everything, pipeline
-stages a tied head. They stay equal only as long as all ranks make the same update. Clipping each rank by the norm of
-its shards, say, ends that, and nothing raises: a checkpoint would hold one rank's values.
+Tensor-parallel ranks replicate norms and adapter factors, groups of tensor-parallel ranks replicate key/value heads,
+data-parallel replicas hold copies of everything, and two pipeline stages may hold a tied head. Replicas stay equal only
+while all ranks make the same update. If, for example, each rank clips by the norm of its own shards, replicas drift
+apart without an error, and a checkpoint would hold one rank's values.
 
-The checksum is a sum over a shard's bits, weighted by position, modulo 2**64. It works for every dtype, including NaN
-and weights in 4 bits, reads each replicated tensor once, and needs no extra memory.
+The checksum is a sum over a shard's bits, weighted by position, modulo 2**64. It works for every dtype, including 4-bit
+weights, and for NaN. It reads each replicated tensor once and needs no extra memory.
 
-On the CPU equal work gives equal bits. GPU kernels may add in another order each time, so replicas may drift apart by
-accumulated rounding: that is a warning, and an error only if the difference is larger than rounding could make it.
+On the CPU, equal work gives equal bits. GPU kernels may add in another order each time, so replicas may drift apart by
+accumulated rounding. Such a small difference gives a warning; a difference that rounding cannot explain raises an
+error.
 """
 
 import logging
@@ -26,10 +28,10 @@ from ...plan.cut import share_spans
 from ..runtime import Runtime, local_tensor
 
 _WIDTHS = (64, 4096)
-# Relative to a tensor's largest entry: larger differences are not rounding, on a GPU.
+# Relative to a tensor's largest entry: on a GPU, larger differences cannot come from rounding.
 _ROUNDINGS = 1e-3
 _LOOKED_AT = 16  # parameters whose drift is measured
-_ENTRIES = 256  # entries compared of each
+_ENTRIES = 256  # entries that are compared per parameter
 _MODULUS = 1 << 64
 
 _Place = tuple[tuple[tuple[int, int], ...], ...]
@@ -41,9 +43,9 @@ _log = logging.getLogger(__name__)
 def check_replicas(
     runtime: Runtime, saving: str | None = None, tolerance: float | None = None
 ) -> None:
-    """Compare the parameters that several ranks hold, before the call ``saving`` if that would save them; collective.
-    Warn instead of raising, on every rank, if no difference exceeds the ``tolerance``, a fraction of a tensor's largest
-    entry; by default 0 on the CPU.
+    """Compare the parameters that several ranks hold; ``saving`` is the name of the save that follows, if any;
+    collective. If replicas differ, raise on every rank, or only warn if no difference exceeds ``tolerance`` (a fraction
+    of a tensor's largest entry; 0 on the CPU by default).
     """
     if runtime.mesh.control is None or not any(
         _is_replicated(runtime, planned) for planned in runtime.plan.owned()
@@ -68,16 +70,18 @@ def check_replicas(
             raise ConfigError(f"{cause} Load the model again: the ranks no longer hold one model")
         raise CheckpointError(
             f"{saving} would write one rank's values: {cause} Nothing was written; check_replicas=False writes the "
-            "first ranks' values all the same"
+            "first ranks' values anyway"
         )
     if not any(runtime.mesh.ranks.values()):
         _log.warning(
-            "%s The relative difference is only %.0e, as from rounding.", _cause(apart), drift
+            "%s The relative difference is only %.0e, which rounding can explain.",
+            _cause(apart),
+            drift,
         )
 
 
 def _checksums(runtime: Runtime) -> dict[tuple[str, _Place], int]:
-    """Return the checksums of this rank's shards that other ranks may hold too, by name and position."""
+    """Return the checksums of this rank's shards that other ranks may also hold, by name and position."""
     sums = {
         (planned.name, spans): checksum(piece)
         for planned, parameter in runtime.parameters()
@@ -104,7 +108,9 @@ def _differing_parameters(
 
 
 def _drift(runtime: Runtime, names: set[str]) -> float:
-    """Return the largest difference between replicas, relative to a tensor's largest entry, from a few entries each."""
+    """Return the largest difference between replicas, relative to a tensor's largest entry, from a few entries of each
+    parameter.
+    """
     mine: dict[tuple[str, _Place], list[float]] = {}
     for planned, parameter in runtime.parameters():
         if planned.name in names:
@@ -140,7 +146,7 @@ def checksum(share: Tensor) -> Tensor:
     # Row sums and column sums are both weighted, so swapping two words changes the checksum.
     parts = [table.sum(0), table.sum(1), last, rest.long()]
     total = torch.zeros_like(parts[0][0])
-    for salt, part in enumerate(parts):  # sums weighted by position, which overflow on purpose
+    for salt, part in enumerate(parts):  # position-weighted sums; overflow is intended
         total += (
             part * odd_numbers(torch.arange(len(part), device=part.device) + (salt << 48))
         ).sum()
@@ -148,7 +154,7 @@ def checksum(share: Tensor) -> Tensor:
 
 
 def odd_numbers(index: Tensor) -> Tensor:
-    """Return a different odd number for each index; products overflow on purpose."""
+    """Return a different odd number for each index; overflow of the products is intended."""
     mixed = (index + 1) * (0x9E3779B97F4A7C15 - _MODULUS)
     return ((mixed ^ (mixed >> 29)) * (0xBF58476D1CE4E5B9 - _MODULUS)) | 1
 
@@ -169,7 +175,9 @@ def _is_replicated(runtime: Runtime, planned: ParameterPlan) -> bool:
 def _pieces(
     runtime: Runtime, planned: ParameterPlan, parameter: Tensor
 ) -> Iterator[tuple[_Place, Tensor]]:
-    """Yield a shard with its position in the full tensor; fused weights by sub-matrix: only some may be replicated."""
+    """Yield a shard with its position in the full tensor. Fused weights are yielded by sub-matrix, because only some of
+    the sub-matrices may be replicated.
+    """
     share, (_, ranks) = local_tensor(parameter.detach()), runtime.mesh.view(planned.cuts)
     spans = share_spans(planned.shape, planned.cuts, ranks)
     fused = next(
@@ -203,8 +211,8 @@ def _cause(apart: list[tuple[str, list[list[int]]]]) -> str:
     more = f", and {others} more parameters likewise" if others else ""
     return (
         f"{name} is not the same on all ranks that hold it together (it differs between ranks {ranks}{more}): each "
-        "made an update of its own. torch.nn.utils.clip_grad_norm_ and accelerate.Accelerator.clip_grad_norm_ do "
-        "that, since each rank sees but a part of the norm: call hfscale.clip_grad_norm_(model, max_norm). Ranks that "
-        "were given different batches where hfscale.batch_rank is the same, and code that changes weights on some "
-        "ranks only, do it too."
+        "rank made a different update. torch.nn.utils.clip_grad_norm_ and accelerate.Accelerator.clip_grad_norm_ "
+        "cause this, because each rank computes only a part of the norm: call hfscale.clip_grad_norm_(model, "
+        "max_norm). Ranks that were given different batches where hfscale.batch_rank is the same, and code that "
+        "changes weights on some ranks only, also cause this."
     )

@@ -1,19 +1,22 @@
-"""Refuse stock code that takes each rank's shards for the full model: loops, clipping and optimizers.
+"""Refuse stock code that would treat each rank's shards as the full model: loops, clipping and optimizers.
 
-Accelerate's ``Accelerator``, which ``transformers.Trainer`` and its subclasses use too, treats every process as a data
-rank. It would wrap the model again (DDP then overwrites one rank's shards with another's), give different batches to
-ranks that must share one, and clip by the norm of each rank's shards; none of that raises. All these loops must pass
-the model to :meth:`accelerate.Accelerator.prepare` before their first step, so the model is refused there.
+Accelerate's ``Accelerator``, which ``transformers.Trainer`` and its subclasses use as well, treats every process as a
+data rank. It would wrap the model again (DDP then overwrites one rank's shards with another rank's), give different
+batches to ranks that need the same batch, and clip by the norm of each rank's shards, all without an error. These loops
+must pass the model to :meth:`accelerate.Accelerator.prepare` before their first step, so ``prepare`` raises an error
+for the model.
 
-``torch.nn.utils.clip_grad_norm_`` sees the gradients of one rank. If ranks hold different ones (tensor, pipeline and
-expert ranks do; of FSDP2's shards torch knows the full norm) each would clip by another norm, and ``get_total_norm``
-return one. A ``torch.amp.GradScaler`` looks for overflows in the same gradients: one rank would skip a step alone.
+``torch.nn.utils.clip_grad_norm_`` reads only one rank's gradients. Tensor, pipeline and expert ranks hold different
+gradients, so each rank would clip by another norm, and ``get_total_norm`` would return another norm on each rank. (For
+FSDP2's shards, torch computes the full norm.) A ``torch.amp.GradScaler`` searches for overflows in the same gradients,
+so one rank alone would skip a step.
 
 Most optimizers update each entry on its own, so each rank may step its shards. Some need full matrices (Adafactor's row
-and column means, Muon's products, the norms of LARS and LAMB) or all parameters together (L-BFGS, Prodigy): over shards
-they take other steps than one process, and nothing raises. Which of the two a class is, is tried before its first step:
-a copy of the optimizer steps two small matrices, full and as a rank would hold them. For FSDP2's shards, which DTensor
-computes with as if they were full, the copy steps two small DTensors: some classes use operations that DTensor lacks.
+and column means, Muon's products, the norms of LARS and LAMB) or all parameters together (L-BFGS, Prodigy): over
+shards, they would take other steps than in one process, without an error. To decide which kind an optimizer class is, a
+trial runs before its first step: a copy of the optimizer steps two small matrices, once full and once sharded like a
+rank's matrices. DTensor computes with FSDP2's shards as if they were full, so for them the copy steps two small
+DTensors, because some classes use operations that DTensor lacks.
 """
 
 import functools
@@ -50,8 +53,8 @@ _INSTEAD = (
     "the optimizer by hfscale.create_optimizer(model, name, lr=...), which has 'adafactor' and 'muon' over shards, or "
     "use one like AdamW, SGD or Lion"
 )
-# With so many groups.
-# Of hfscale's own, which step what another optimizer gives them.
+# _judged maps each checked optimizer to its number of groups at the check.
+# _inner holds inner optimizers of hfscale, which step the tensors that an outer optimizer passes to them.
 _inner: "WeakSet[torch.optim.Optimizer]" = WeakSet()
 _judged: "WeakKeyDictionary[torch.optim.Optimizer, int]" = WeakKeyDictionary()
 _trying: list[None] = []  # not empty during a trial step, which is not checked itself
@@ -59,7 +62,7 @@ _spread_models: "WeakSet[nn.Module]" = WeakSet()
 _NORMS = {
     "clip_grad_norm_": "would clip each rank of {} by the norm of its own shards, and ranks would drift apart: use "
     "hfscale.clip_grad_norm_(model, max_norm), which returns the norm of the whole model on every rank",
-    "get_total_norm": "would return, on each rank of {}, the norm of what that rank holds: "
+    "get_total_norm": "would return, on each rank of {}, the norm of that rank's shards: "
     'hfscale.clip_grad_norm_(model, float("inf")) returns the norm of the whole model and clips nothing',
 }
 
@@ -71,14 +74,15 @@ def refuse_stock_accelerator() -> None:
 
 
 def refuse_stock_adapters() -> None:
-    """Patch PEFT's functions, if it is there, to refuse sharded models, which they would take for full ones."""
+    """Patch PEFT's functions, if PEFT is installed, to refuse sharded models, which they would treat as full models."""
     for holder, name in functions_that_adapt():
         check_first(holder, name, _check_adapted)
 
 
 def refuse_stock_clipping(runtime: Runtime) -> None:
-    """Patch ``torch.nn.utils.clip_grad_norm_`` and ``GradScaler`` to refuse this model's parameters if its ranks see
-    different norms. If a script imported the function by name before, :mod:`.replicas` detects the result.
+    """Patch ``torch.nn.utils.clip_grad_norm_`` and ``GradScaler`` to refuse this model's parameters if its ranks
+    compute different norms. If a script imported the function by name earlier, the patch has no effect, but
+    :mod:`.replicas` detects the result.
     """
     layout = runtime.mesh.layout
     if max(layout.tp, layout.pp, layout.ep) == 1:
@@ -100,8 +104,8 @@ def _check_adapted(
     if runtime is not None and runtime.mesh.layout.total_size > 1:
         raise ConfigError(
             f"{class_name(runtime.model)} is spread over {runtime.mesh.layout.describe()}, and PEFT's own "
-            f"{type(wrapper).__name__} would take this rank's part for all of it: call hfscale.get_peft_model(model, "
-            "config), which takes LoRA, IA3 and LoHa, or use one process"
+            f"{type(wrapper).__name__} would treat this rank's shards as the full model: call "
+            "hfscale.get_peft_model(model, config), which takes LoRA, IA3 and LoHa, or use one process"
         )
     return (wrapper, model, *args)
 
@@ -113,11 +117,12 @@ def _check_models(accelerator: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...
             raise ConfigError(
                 f"{class_name(runtime.model)} is spread over {runtime.mesh.layout.describe()} by hfscale, and "
                 "accelerate.Accelerator - the one inside transformers.Trainer and its subclasses too - treats every "
-                "process as a data rank: it would wrap the model again, give ranks that share a batch different ones, "
-                "and clip each rank by a part of the norm. In place of accelerate.Accelerator use hfscale.Accelerator; "
-                "in place of transformers.Trainer use hfscale.Trainer, or class MyTrainer(hfscale.TrainerMixin, ...) "
-                "for a subclass; or write a loop: loss = hfscale.train_step(model, batch); "
-                "hfscale.clip_grad_norm_(model, 1.0); optimizer.step(). One process may use Trainer as it is"
+                "process as a data rank: it would wrap the model again, give different batches to ranks that need the "
+                "same batch, and clip each rank's gradients by the norm of that rank's shards. In place of "
+                "accelerate.Accelerator use hfscale.Accelerator; in place of transformers.Trainer use "
+                "hfscale.Trainer, or class MyTrainer(hfscale.TrainerMixin, ...) for a subclass; or write a loop: loss "
+                "= hfscale.train_step(model, batch); hfscale.clip_grad_norm_(model, 1.0); optimizer.step(). One "
+                "process may use Trainer as it is"
             )
     return accelerator, *args
 
@@ -128,7 +133,7 @@ def _check_tensors(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Any, ...]:
-    """Refuse parameters, or their gradients, of which ranks see different norms."""
+    """Raise :class:`ConfigError` for parameters, or gradients, for which ranks compute different norms."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     parts = {
         id(p.grad): p for model in _spread_models for p in model.parameters() if p.grad is not None
@@ -145,7 +150,7 @@ def _check_tensors(
 
 
 def _spread_of(parameters: Iterable[Tensor]) -> str | None:
-    """Return the layout of the first parameter of a model whose ranks see different norms, or ``None``."""
+    """Return the layout of the first parameter of a model whose ranks compute different norms, or ``None``."""
     held = (getattr(parameter, _MARK) for parameter in parameters if hasattr(parameter, _MARK))
     return next((parameter.layout for parameter in held if parameter.differs), None)
 
@@ -161,9 +166,9 @@ def _check_scaler(
     )
     if spread is not None and scaler.is_enabled():
         raise ConfigError(
-            f"torch.amp.GradScaler would look for overflows, on each rank of {spread}, in what that rank holds, and "
-            'one would skip a step that others take: load the model with mixed_precision="fp16", whose one scale and '
-            "one decision are for all ranks, and leave the scaler out"
+            f"torch.amp.GradScaler would search only this rank's shards for overflows, so ranks of {spread} would skip "
+            'different steps: load the model with mixed_precision="fp16", which uses one scale and one decision for '
+            "all ranks, and leave the scaler out"
         )
     return scaler, optimizer, *args
 
@@ -177,7 +182,7 @@ class _Held(NamedTuple):
     planned: ParameterPlan
     cut: bool
     staged: bool
-    differs: bool  # whether ranks see different norms
+    differs: bool  # whether ranks compute different norms
     on_host: bool  # whether it is stepped on the CPU
 
 
@@ -185,7 +190,7 @@ def refuse_other_optimizers(runtime: Runtime) -> None:
     """Refuse, at their first step, optimizers that differ from one process, fail on shards, or undo offloading."""
     layout = runtime.mesh.layout
     on_host = offloaded(runtime.plan).optimizer
-    _judged.clear()  # their parameters may have been replaced
+    _judged.clear()  # forget earlier results, because their parameters may have been replaced
     check_every_step(_check)
     if layout.total_size == 1 and not on_host:
         return
@@ -210,12 +215,12 @@ def refuse_other_optimizers(runtime: Runtime) -> None:
 
 
 def leave_to_outer(optimizer: torch.optim.Optimizer) -> None:
-    """Check nothing of an optimizer over stand-ins: the one that makes it step is checked."""
+    """Skip the checks for an inner optimizer over stand-ins, because the outer optimizer that steps it is checked."""
     _inner.add(optimizer)
 
 
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Check an optimizer before the first step over its groups; torch calls it before every optimizer's step."""
+    """Check an optimizer before its first step with its present groups; torch calls this before every step."""
     if _trying or optimizer in _inner or _judged.get(optimizer) == len(optimizer.param_groups):
         return
     follow(optimizer)
@@ -226,7 +231,7 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             f"the model was built with offload_optimizer=True, and {type(optimizer).__name__} would keep its state "
             "where the parameters are: make it by hfscale.create_optimizer(model, 'adamw_torch', lr=...)"
         )
-    # Hfscale's own optimizers know which parameters are cut.
+    # Hfscale's own optimizers handle sharded parameters correctly.
     if not getattr(optimizer, "keeps_plain_state", False):
         _check_stock(optimizer, held, parts)
     beside = [each for each in held if not hasattr(each, _MARK) and each.requires_grad]
@@ -240,7 +245,9 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def _check_stock(
     optimizer: torch.optim.Optimizer, held: Sequence[Tensor], parts: Sequence[_Held]
 ) -> None:
-    """Refuse a class that needs more than this rank holds, and warn of one that rounds otherwise."""
+    """Raise for a class that needs more than this rank's shards, and warn of a class that rounds differently on
+    shards.
+    """
     cut = next((part for part in parts if part.cut), None)
     if cut is not None and _differs(optimizer, held[0].device, halved=True):
         _refuse(optimizer, cut, f"{cut.name} is cut")
@@ -251,8 +258,8 @@ def _check_stock(
 
 
 def _warn_of_other_blocks(optimizer: torch.optim.Optimizer) -> None:
-    """Warn of bitsandbytes' 8-bit states that shards round otherwise than full tensors: where blocks of one scale cross
-    a border, or a shard alone is small enough for 32 bits.
+    """Warn of bitsandbytes' 8-bit states that are rounded differently on shards than on full tensors, because a block
+    with one scale crosses the border of a shard, or because a shard is small enough to have its state in 32 bits.
     """
     apart: list[_Held] = []
     for parameter, enough in parameters_in_8_bits(optimizer):
@@ -263,9 +270,9 @@ def _warn_of_other_blocks(optimizer: torch.optim.Optimizer) -> None:
     if apart and not any(apart[0].mesh.ranks.values()):
         warnings.warn(
             f"{type(optimizer).__name__} keeps states in 8 bits, with a scale for each {BLOCK} entries of a shard: "
-            f"over {apart[0].layout} shards of {len(apart)} parameters ({apart[0].name}, for one) are no whole blocks, "
-            "so its steps differ from those of one process by rounding. hfscale.create_optimizer(model, 'adamw_8bit', "
-            "lr=...) makes those of one process",
+            f"over {apart[0].layout}, shards of {len(apart)} parameters (for example {apart[0].name}) are not whole "
+            "blocks, so its steps differ from the steps of one process by rounding. hfscale.create_optimizer(model, "
+            "'adamw_8bit', lr=...) takes the same steps as one process",
             stacklevel=2,
         )
 
@@ -289,16 +296,18 @@ def _refuse_over_shards(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]
 def _refuse(optimizer: torch.optim.Optimizer, part: _Held, why: str) -> None:
     raise ConfigError(
         f"{type(optimizer).__name__} is not elementwise (tried on two small matrices, full and sharded), and over "
-        f"{part.layout} {why}: its steps would differ from those of one process. Make {_INSTEAD}"
+        f"{part.layout} {why}: its steps would differ from the steps of one process: make {_INSTEAD}"
     )
 
 
 def _fails_on_shards(
     optimizer: torch.optim.Optimizer, sharded: DTensor, held: Sequence[Tensor]
 ) -> str:
-    """Return the error that only small DTensors, sharded like ``sharded``, raise in a step, or ``""``; collective."""
+    """Return the error of a trial step on small DTensors, sharded like ``sharded``, or ``""`` if the step works or
+    fails on plain tensors, too; collective.
+    """
     if isinstance(optimizer, torch.optim.LBFGS):
-        return "it puts all of them into one vector"
+        return "it concatenates all parameters into one vector"
     kinds = {parameter.ndim for parameter in held if isinstance(parameter, DTensor)}
     start = [torch.ones((4,) * dims) for dims in sorted(kinds)]
 
@@ -317,7 +326,9 @@ def _fails_on_shards(
 
 
 def _differs(optimizer: torch.optim.Optimizer, device: torch.device, halved: bool) -> bool:
-    """Return whether half of a matrix (or none) steps otherwise than all of it; ``False`` if that cannot be tried."""
+    """Return whether half of a matrix (or an empty part) takes another step than the full matrix; ``False`` if the
+    trial fails.
+    """
     generator = torch.Generator().manual_seed(0)
     scale = torch.logspace(-1, 1, 8)[:, None]  # so that the two halves have different norms
     start = [torch.randn(8, 8, generator=generator) * scale for _ in range(2)]

@@ -1,10 +1,10 @@
-"""Detect modules, parameters, losses and hooks that were put into a model after it was built.
+"""Detect modules, parameters, losses and hooks that were added to a model after it was built.
 
-A layout is installed in modules: a head that replaced the sharded one would not be part of it, its gradients would not
-be summed over ranks, and it would not be saved. So modules and parameters are compared before forward passes: one
-comparison of dictionaries per module. Stock code may move the same weights into another module while it runs (BigBird's
-attention for short sequences): that is accepted. Hooks are kept; of those that see sharded activations a warning is
-printed, once for each kind of sharding.
+A layout is installed in modules. A head that replaces the sharded head would not be sharded, its gradients would not be
+summed over ranks, and it would not be saved. So before forward passes, modules and parameters are compared with a
+record, by one comparison of dictionaries per module. Stock code may move the same weights into another module while it
+runs (BigBird's attention for short sequences), which is accepted. Hooks are kept; for hooks that read sharded
+activations, a warning is printed once for each kind of sharding.
 """
 
 import functools
@@ -32,11 +32,11 @@ class Structure:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        # FSDP2 swaps its parameters between shard and full tensor; bitsandbytes replaces its weights by itself.
+        # FSDP2 swaps parameters between shards and full tensors, and bitsandbytes replaces its weights.
         self._managed = list(managed_places(runtime.model))
         self._modules, self._parameters = self._module_contents()
         self._loss = loss_function_of(runtime.model)
-        self._accepted = 0  # version of the contents that the last check found, and its hooks
+        self._accepted = 0  # version of the contents and hooks at the last check
         self._hooks: list[int] = []
         self._hooked = set[int]()
         self._said = set[str]()
@@ -53,13 +53,15 @@ class Structure:
         return [(module, dict(own_modules(module))) for module in modules], parameters
 
     def check(self) -> None:
-        """Compare the model with the record, and watch new hooks; :class:`ConfigError` if anything was replaced."""
+        """Compare the model with the record, and watch new hooks; raise :class:`ConfigError` if anything was
+        replaced.
+        """
         if loss_function_of(self._runtime.model) is not self._loss:
             raise ConfigError(
-                f"model.loss_function was set since {self._spread()}, where ranks have parts of the logits or of the "
-                "labels: use hfscale.train_step(model, batch, loss_fn=...), which gives a loss of your own whole "
-                "logits; compute_loss_func of hfscale.Trainer; or call the model without labels, for a loss of its "
-                "logits"
+                f"model.loss_function was set since {self._spread()}, where ranks have only parts of the logits or of "
+                "the labels: use hfscale.train_step(model, batch, loss_fn=...), which calls your loss with full "
+                "logits; compute_loss_func of hfscale.Trainer; or call the model without labels, and compute your "
+                "loss from its logits"
             )
         contents = self._runtime.contents
         if (version := contents.version()) != self._accepted:
@@ -72,19 +74,20 @@ class Structure:
     def _check_contents(self) -> None:
         if (changed := self._changed()) is not None:
             raise ConfigError(
-                f"{changed} since {self._spread()}, and no rank would cut it, sum its gradients with the others' or "
-                "save it: change a model before hfscale.parallelize(model, parallel), "
-                "change its config before it is loaded (num_hidden_layers=..., tie_word_embeddings=...), or give "
-                "adapters to hfscale.get_peft_model(model, config)"
+                f"{changed} since {self._spread()}, so no rank would shard it, sum its gradients over ranks, or save "
+                "it: change a model before hfscale.parallelize(model, parallel), change its config before it is "
+                "loaded (num_hidden_layers=..., tie_word_embeddings=...), or give adapters to "
+                "hfscale.get_peft_model(model, config)"
             )
-        # FSDP2 gathers into buffers of the dtype that the first pass found.
+        # FSDP2 gathers into buffers of the dtype that parameters had in the first forward pass.
         other = next((place for place in self._managed if place.has_another_type()), None)
         if other is not None:
             name = self._place(other.module, other.name)
             now = getattr(other.module, other.name).dtype
             raise ConfigError(
-                f"{name} was given another type ({now}) behind a pass, and over "
-                f"{self._runtime.mesh.layout.describe()} its shards travel in the type of the first one: call "
+                f"{name} was converted to another dtype ({now}) after a forward pass, but over "
+                f"{self._runtime.mesh.layout.describe()} its shards are communicated in the dtype of the first pass: "
+                "call "
                 'model.to(...) before the first pass, or load the model with dtype=... or mixed_precision="bf16"'
             )
 
@@ -92,7 +95,7 @@ class Structure:
         for (
             module,
             _,
-        ) in self._modules:  # warn in the next pass of users' hooks that see sharded activations
+        ) in self._modules:  # in the next pass, warn of users' hooks that read sharded activations
             if id(module) not in self._hooked and any(map(_is_somebodys, forward_hooks(module))):
                 self._hooked.add(id(module))
                 # Sharded inputs and outputs of the model itself are refused elsewhere.
@@ -101,7 +104,7 @@ class Structure:
 
     @contextmanager
     def as_built(self) -> Iterator[None]:
-        """Put the trained modules and parameters back inside the `with` block, and warn if some were replaced."""
+        """Restore the trained modules and parameters inside the ``with`` block, and warn if any were replaced."""
         changed = self._changed()
         if changed is None:
             yield
@@ -138,7 +141,7 @@ class Structure:
         return f"this {class_name(self._runtime.model)} was spread over {self._runtime.mesh.layout.describe()}"
 
     def _changed(self) -> str | None:
-        """Return in words the first replaced module or parameter; ``None`` if there is none, or weights only moved."""
+        """Describe the first replaced module or parameter; ``None`` if none was replaced, or if weights only moved."""
         followed = False
         for module, held in self._modules:
             if (inside := own_modules(module)) != held:
@@ -195,7 +198,7 @@ class Structure:
         )
 
     def _warn_beside(self, module: nn.Module, name: str) -> None:
-        """Add a hook beside a user's, which warns once, for all layers, if the module sees sharded activations."""
+        """Add a hook next to a user's hook; it warns once, for all layers, if the module has sharded activations."""
 
         def look(*_: Any) -> None:
             seen = self._runtime.local_view(name)
@@ -206,7 +209,7 @@ class Structure:
             if everywhere not in self._said:
                 self._said.add(everywhere)
                 _log.warning(
-                    "a hook on %s, like others of its kind, reads and changes only this rank's part (%s): %s",
+                    "a hook on %s, and any similar hook, reads and changes only this rank's part (%s): %s",
                     name,
                     self._runtime.mesh.layout.describe(),
                     seen,
@@ -220,7 +223,7 @@ def _what(was: bool, is_there: bool) -> str:
 
 
 def _is_somebodys(hook: Any) -> bool:
-    """Return whether a hook is a user's, not one of a library that knows about sharding or only observes."""
+    """Return whether a hook is a user's, and not of a library that supports sharding or only observes."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     place = getattr(hook, "__module__", None) or type(hook).__module__

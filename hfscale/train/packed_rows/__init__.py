@@ -1,1 +1,1 @@
-"""Packed rows: several documents in one row, which must not affect each other."""
+"""Support packed rows: several documents in one row, which must not affect each other."""

@@ -1,4 +1,4 @@
-"""Say by which numbers documents of a row are told: lengths for flash attention, and a mask that numbers them."""
+"""Find how a batch separates the documents of a row: by lengths for flash attention, or by a mask that numbers them."""
 
 import inspect
 import logging
@@ -22,7 +22,7 @@ LENGTHS = (
 
 
 def numbers_documents(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
-    """Return whether a mask of a batch numbers documents, for which no ``position_ids`` speak."""
+    """Return, as a tensor, whether a batch's mask numbers documents while ``position_ids`` are missing."""
     mask = batch.get("attention_mask")
     if not isinstance(mask, Tensor) or batch.get("position_ids") is not None:
         return zero
@@ -32,32 +32,34 @@ def numbers_documents(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
 
 
 def has_numbered_documents(batch: Mapping[str, Any]) -> bool:
-    """Return whether a batch's mask has numbers of documents and nothing else tells them apart; reads the mask."""
+    """Return whether a batch's mask contains numbers of documents, and nothing else separates them; reads the mask."""
     return bool(numbers_documents(batch, torch.zeros((), dtype=torch.int64)))
 
 
 def tell_of_numbers() -> None:
     """Warn, once per process, of a mask that numbers documents."""
     _tell_once(
-        "attention_mask has numbers above 1, as if it numbered the documents of a row: transformers takes every number "
-        "but 0 for 1, so that documents see each other; give position_ids that begin anew with each document"
+        "attention_mask has numbers above 1, as if it numbered the documents of a row: transformers treats every "
+        "number except 0 as 1, so documents would attend to each other; give position_ids that begin anew with each "
+        "document"
     )
 
 
 def refuse_lengths_alone(batch: Mapping[str, Any]) -> None:
-    """Raise :class:`ConfigError` for several documents in a row that lengths alone tell."""
+    """Raise :class:`ConfigError` if only lengths, without ``position_ids``, separate several documents in a row."""
     lengths = batch.get(LENGTHS[0])
     if isinstance(lengths, Tensor) and len(lengths) > 2 and batch.get("position_ids") is None:
         raise ConfigError(
-            f"{LENGTHS[0]} says that a row holds {len(lengths) - 1} documents, and without position_ids most models "
-            "count positions on from one to the next: give position_ids too (return_position_ids=True)"
+            f"{LENGTHS[0]} means that a row holds {len(lengths) - 1} documents, but without position_ids most models "
+            "continue to count positions from one document to the next: give position_ids too "
+            "(return_position_ids=True)"
         )
 
 
 def with_document_lengths(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Add the ``cu_seq_lens`` arguments by which flash attention keeps packed examples apart; refuse models that take
-    none. Without them, transformers derives borders from ``position_ids`` by a device sync in every layer if there is
-    one row, and attends across examples if there are several.
+    """Add the ``cu_seq_lens`` arguments with which flash attention separates packed documents; raise for models that do
+    not accept them. Without these arguments, transformers derives document boundaries from ``position_ids`` with a
+    device synchronization in every layer if there is one row, and attends across documents if there are several rows.
     """
     if batch.get("attention_mask") is not None or any(
         batch.get(name) is not None for name in LENGTHS
@@ -75,8 +77,8 @@ def with_document_lengths(batch: Mapping[str, Any], model: nn.Module) -> dict[st
         if rows == 1:
             return dict(batch)
         raise ConfigError(
-            f"{type(model).__name__} does not take the borders of {rows} packed rows, and flash attention would attend "
-            "across their examples: use microbatches of one row, or attn_implementation='sdpa'"
+            f"{type(model).__name__} does not accept the boundaries of documents in {rows} packed rows, so flash "
+            "attention would attend across documents: use microbatches of one row, or attn_implementation='sdpa'"
         )
     positions = batch["position_ids"].cpu().expand(rows, -1)
     begins = nn.functional.pad(

@@ -1,10 +1,12 @@
-"""Refuse models that cannot keep packed rows apart: several documents in one row, told by ``position_ids`` or a mask.
+"""Refuse models that cannot separate packed documents: several documents in one row, marked by ``position_ids`` or a
+mask.
 
-No document may change the result of another. Attention separates them by masks made from the positions (``packing``),
-for every family, and the recurrences and convolutions that are known begin anew (:class:`PackedRows`). Others, and
-positions counted by the model, pass from one document to the next: such models are refused before their first packed
-step. They are found once per class and config, by a tiny copy that gets documents in one row and one by one.
-Behaviour that begins at a length named in the config is tried with a copy with a shorter one, where a row is longer.
+No document may change the result of another document. In every family, attention separates documents by masks that are
+made from the positions (``packing``), and supported recurrences and convolutions start anew at each document
+(:class:`PackedRows`). Unsupported ones, and positions that the model counts itself, would continue from one document to
+the next, so such models raise an error before their first packed step. They are found once per class and config: a tiny
+copy of the model gets the documents in one row, and then one by one. If the config names a length from which the model
+behaves differently, and a row is longer, a second copy with a smaller length is tried.
 """
 
 import inspect
@@ -37,7 +39,9 @@ from ..runtime.shards import LocalWeights
 from .facts import has_numbered_documents, tell_of_numbers, with_document_lengths
 
 _WITHIN_ROW, _WITHIN_DOCUMENT = 8, 5
-"""Lengths: the row of the proof is longer, and no document is; its longest document is, and no other."""
+"""Lengths to test: the test's row exceeds the first, but no document does; only its longest document exceeds the
+second.
+"""
 
 
 def check_packed_rows(
@@ -46,8 +50,9 @@ def check_packed_rows(
     start: int = 0,
     tokens: int | None = None,
 ) -> None:
-    """Refuse packed rows for a model of which a tiny copy computes other logits for documents in one row than alone.
-    Where there are no ``batches`` yet, ``start`` is a document's first position, and ``tokens`` are the longest row's.
+    """Raise :class:`ConfigError` if a tiny copy of the model computes other logits for documents in one row than for
+    separate documents. If there are no ``batches`` yet, ``start`` is a document's first position, and ``tokens`` is the
+    length of the longest row.
     """
     batches = list(batches)
     kinds = {told_apart_by(batch) for batch in batches} - {""} or {"positions"}
@@ -84,7 +89,7 @@ def _refuse(
     longest: int,
     given: list[Tensor],
 ) -> None:
-    """Refuse documents separated by ``kind``, in rows of up to ``longest`` tokens with the ``given`` positions."""
+    """Raise if the model mixes documents that ``kind`` separates, in rows of up to ``longest`` tokens."""
     made = stock_class(model)
     flash = uses_flash_attention(model)
     masked = kind == "mask"
@@ -99,7 +104,7 @@ def _refuse(
 
     why = found()
     where = ""
-    # As RoBERTa counts them.
+    # RoBERTa counts positions in this way.
     if why and given and (first := min(int(positions.min()) for positions in given)) > 0:
         start = first
         why = found()
@@ -126,7 +131,7 @@ def _beyond_lengths(
     longest: int,
     given: list[Tensor],
 ) -> tuple[str, str]:
-    """Return the difference found beyond one of the config's ``lengths``, and where; reads positions if needed."""
+    """Return the difference that occurs beyond one of the config's ``lengths``, and this length; may read positions."""
     for name, length in lengths.items():
         if longest <= length:
             continue
@@ -139,16 +144,16 @@ def _beyond_lengths(
 
 
 class PackedRows(Part):
-    """Keep the documents of packed rows apart in plain loops too, or refuse them there."""
+    """Separate the documents of packed rows in plain loops, too, or raise if the model cannot."""
 
     def __init__(self) -> None:
         self._passes: ForwardPasses[Segments | None] = ForwardPasses()
         self._passes.begin(None)
-        self._documents: Tensor | None = None  # of the latest pass
+        self._documents: Tensor | None = None  # document numbers of the latest pass
         self._looked = False  # whether the first mask of a plain loop was read
 
     def segments(self) -> Segments | None:
-        """Return where documents begin, also when a layer is computed again in a backward pass."""
+        """Return the documents of the running pass, even while a layer is recomputed in a backward pass."""
         if recomputing():
             return self._passes.current()
         documents = documents_here.get()
@@ -159,7 +164,7 @@ class PackedRows(Part):
         return self._passes.latest
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Check the positions of each pass that no step has checked, and let recurrences begin anew."""
+        """Check the positions of each pass outside of training steps, and start recurrences anew at each document."""
         model = runtime.model
         keep_states_apart(model, self.segments)
         names = list(inspect.signature(stock_class(model).forward).parameters)[1:]  # without self
@@ -175,7 +180,7 @@ class PackedRows(Part):
             if torch.compiler.is_compiling() or within_packing.get():
                 return None
             batch = {**dict(zip(names, args, strict=False)), **kwargs}
-            if not self._looked:  # once, since the host waits for it
+            if not self._looked:  # only once, because the CPU waits for the device
                 self._looked = True
                 if runtime.mesh.speaks_for_batch and has_numbered_documents(batch):
                     tell_of_numbers()
@@ -192,7 +197,7 @@ class PackedRows(Part):
             )
 
         def end(*_: Any) -> None:
-            if passes:  # none, where a hook before `begin` has raised
+            if passes:  # empty if a hook before `begin` has raised
                 passes.pop().close()
 
         model.register_forward_pre_hook(begin, with_kwargs=True)
@@ -200,6 +205,6 @@ class PackedRows(Part):
 
 
 def has_packed_rows(batch: Mapping[str, Any]) -> bool:
-    """Return whether positions begin anew within a row; waits for the device that they are on."""
+    """Return whether positions start anew within a row; waits for the device of the positions."""
     holds = holds_documents(batch)
     return holds is not None and bool(holds)

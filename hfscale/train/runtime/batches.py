@@ -1,8 +1,8 @@
 """Check the microbatches of a step, compare them between the ranks that share them, and copy them to the device.
 
-Batches usually come from a loader on the CPU and are checked there, before they are copied, so the host never waits for
-a device. Batches that are already on the device are read back once, whatever their number. The checks of a step and the
-messages between ranks are put into one tensor and read by the host together::
+Batches usually come from a loader on the CPU and are checked on the CPU before they are copied, so the CPU never waits
+for a device. Batches that are already on the device are read back by one copy, whatever their number. The checks of a
+step and the messages between ranks are packed into one tensor, which the CPU reads at once::
 
     per microbatch [valid labels, ids out of the vocabulary, packed, numbered, hash] --+
     per rank: refused?, number, shapes, hashes, pipeline stages' report              --+--gloo--> one read by the host
@@ -44,17 +44,19 @@ _PLAIN |= {*LENGTHS, ROUTES}
 
 
 class Counts(NamedTuple):
-    """Hold the numbers that the host reads from one microbatch."""
+    """Hold the numbers that the CPU reads from one microbatch."""
 
     valid: int
-    outside: int  # labels and ids outside of the vocabulary
+    outside: int  # number of labels and ids outside of the vocabulary
     packed: int
-    numbered: int  # whether a mask [rows, tokens] has other numbers than 0 and 1, and nothing says what they mean
+    numbered: (
+        int  # whether a mask [rows, tokens] has numbers other than 0 and 1, and no position_ids
+    )
     hash: int
 
 
 class _Shared(NamedTuple):
-    """Hold the facts that ranks with a common batch must agree on."""
+    """Hold the facts that must be equal on all ranks that share a batch."""
 
     refused: int
     microbatches: int
@@ -63,21 +65,21 @@ class _Shared(NamedTuple):
 
 
 class Microbatch(dict[str, Any]):
-    """Hold the keyword arguments of one forward pass, and facts about them on the host."""
+    """Hold the keyword arguments of one forward pass, and facts about them as Python values."""
 
     valid: int | None = None  # number of valid labels; ``None``: not known
     holds_several: bool = False  # whether its rows hold several documents
     by_positions: bool = False  # whether positions begin anew within its rows
-    # Whether its labels are already shifted: each is the target of the token beside it.
+    # Whether labels are already shifted, so that the label at each position is the target of that position.
     shifted: bool = False
-    # tokens per sample in this rank's hidden states if the sequence is cut; ``None``: all of them
+    # tokens per sample in this rank's hidden states if the sequence is sharded; ``None``: all tokens
     tokens: int | None = None
-    parts: int = 1  # into how many microbatches the batch that was given is cut
+    parts: int = 1  # number of microbatches into which the given batch is split
 
     @property
     def packed(self) -> bool | None:
         """Return whether positions begin anew within rows; ``None``: unknown without reading the tensors."""
-        # Models may derive other positions from inputs that are not text.
+        # Models may derive other positions from inputs other than text.
         return (
             self.by_positions
             if self.by_positions or self.keys() <= _PLAIN or self.shifted
@@ -85,17 +87,17 @@ class Microbatch(dict[str, Any]):
         )
 
     def kept_apart(self) -> AbstractContextManager[None]:
-        """Keep the documents of its rows apart in transformers' masks inside the ``with`` block, a pass of it."""
+        """Let transformers' masks separate the documents of the rows inside the ``with`` block, which runs one pass."""
         return packing(self.packed, self)
 
     def learn(self, counts: Counts) -> None:
-        """Take the facts that :func:`agree` returned for it."""
+        """Store the facts that :func:`agree` returned for this microbatch."""
         self.valid = counts.valid
         self.holds_several = bool(counts.packed)
         self.by_positions = self.holds_several and told_apart_by(self) == "positions"
 
     def like(self, values: Mapping[str, Any]) -> "Microbatch":
-        """Return a microbatch of other arguments with the attributes of this one."""
+        """Return a microbatch with other arguments and the attributes of this one."""
         other = Microbatch(values)
         vars(other).update(vars(self))
         return other
@@ -107,9 +109,9 @@ def look_at(
     hashed: bool,
     tokens: int | None = None,
 ) -> Tensor:
-    """Return the :class:`Counts` of microbatches, ``[microbatches, 5]``, on their device; never waits for it. Hash the
-    contents if other ranks are given the same batch (``hashed``). ``tokens`` is the size of the vocabulary, to count
-    input ids outside of it: a sharded embedding would not fail on them.
+    """Return the :class:`Counts` of microbatches, ``[microbatches, 5]``, on their device, without waiting for it. With
+    ``hashed``, hash the contents, for a comparison with ranks that must get the same batch. ``tokens`` is the size of
+    the vocabulary, to count input ids outside of it, on which a sharded embedding would not fail.
     """
     rows = []
     for batch in batches:
@@ -136,8 +138,8 @@ def look_at(
 def tell_of_no_labels() -> None:
     """Warn, once per process, of a step without a label that counts."""
     _tell_once(
-        "no label of this step counts (all are -100): its loss is 0 and no gradient follows from it; see whether texts "
-        "were cut before their answers, or the template marks no token as the assistant's"
+        "no label of this step counts (all are -100), so its loss and gradients are 0: check whether texts were "
+        "truncated before their answers, or the template marks no token as the assistant's"
     )
 
 
@@ -177,10 +179,10 @@ def agree(
     told: Sequence[int] = (),
     read: Sequence[Tensor] = (),
 ) -> tuple[list[Counts], list[list[int]]]:
-    """Return the counts of this rank's microbatches and, per rank of ``group``, which shares them, what it sent
-    besides: the integers ``told`` and the int64 tensors ``read``, still on a device. ``seen`` is the result of
-    :func:`look_at`; ``None`` if this rank refuses its batch, which the others are told. All of the ranks raise
-    :class:`ConfigError` if they were given different batches.
+    """Return the counts of this rank's microbatches, and further numbers from each rank of ``group``, whose ranks share
+    these microbatches. Each rank sends the integers ``told`` and the int64 tensors ``read``, which may be on a device.
+    ``seen`` is the result of :func:`look_at`, or ``None`` if this rank refuses its batch; the other ranks are informed
+    of a refusal. All ranks raise :class:`ConfigError` if their batches differ.
     """
     empty = torch.empty(0, len(Counts._fields), dtype=torch.int64)
     own, *more = _on_host(
@@ -211,7 +213,7 @@ def agree(
     )
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     group.allgather([every], [mine]).wait()
-    flat = torch.cat((own.flatten(), *every)).tolist()  # the only read by the host
+    flat = torch.cat((own.flatten(), *every)).tolist()  # the CPU's only read from the device
     rows, *ranks = [
         flat[: own.numel()],
         *_parts(flat[own.numel() :], len(mine)),
@@ -236,19 +238,19 @@ def total_of(
     counts: bool,
     passes: int,
 ) -> int:
-    """Return the number of valid labels in all distinct batches, summed over ``group`` on the host (``None``: one
-    batch); of the ranks that share a batch, one ``counts``. All raise :class:`ConfigError` if one has ``refused`` its
-    batch, or if their numbers of ``passes``, in which ranks run collectives together, differ.
+    """Return the number of valid labels in all distinct batches, summed over ``group`` on the CPU (``None``: there is
+    one batch). Of the ranks that share a batch, only one sets ``counts``. All ranks raise :class:`ConfigError` if any
+    rank has ``refused`` its batch, or if their numbers of ``passes`` with common collectives differ.
     """
     numbers = [valid if counts or group is None else 0, passes, passes**2]
     elsewhere = "{} other rank(s) refused their batch of this step: see their error"
     total, every, squares = sum_or_raise(numbers, group, refused, elsewhere)
-    # Equal only if all have the same.
+    # These sums are consistent only if all ranks have the same number.
     if group is not None and squares * dist.get_world_size(group) != every**2:
         raise ConfigError(
-            f"this rank has {passes} microbatches in this step and another has more or fewer, and data ranks "
-            "gather weights, or exchange tokens, in each: pass as many on every rank; of a batch that is cut into "
-            "them, say how many with ParallelConfig(num_microbatches=...)"
+            f"this rank has {passes} microbatches in this step, but another rank has more or fewer, and data ranks "
+            "gather weights or exchange tokens in each microbatch: pass the same number on every rank; for a batch "
+            "that hfscale splits into microbatches, set ParallelConfig(num_microbatches=...)"
         )
     return total
 
@@ -271,7 +273,7 @@ def _on_host(tensors: list[Tensor]) -> list[Tensor]:
 
 def _different(ranks: list[_Shared], names: list[int]) -> str:
     if refusing := [str(name) for name, rank in zip(names, ranks, strict=True) if rank.refused]:
-        return f"rank(s) {', '.join(refusing)}, which share this rank's batch, refused theirs: see their error"
+        return f"rank(s) {', '.join(refusing)}, which share this rank's batch, refused their batches: see their error"
     given = ", ".join(
         f"rank {name}: {rank.microbatches} microbatches"
         for name, rank in zip(names, ranks, strict=True)
@@ -283,7 +285,7 @@ def _different(ranks: list[_Shared], names: list[int]) -> str:
 
 
 def to_device(batches: Sequence[Microbatch], device: torch.device) -> list[Microbatch]:
-    """Return the microbatches on ``device``: CPU tensors without gradients by one non-blocking copy of one buffer."""
+    """Return the microbatches on ``device``; CPU tensors without gradients are copied in one buffer, non-blocking."""
     moved = [batch.like(batch) for batch in batches]
     away = device.type != "cpu"
     together: dict[

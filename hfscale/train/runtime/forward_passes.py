@@ -1,8 +1,8 @@
-"""Find the forward pass that a computation belongs to, also inside activation checkpointing.
+"""Find the forward pass to which a computation belongs, even inside activation checkpointing.
 
-A recomputed layer belongs to an earlier forward pass than the latest one; in a pipeline, not even to the one before.
-Autograd numbers its nodes as they are made, and recomputation runs inside the backward of a node of the original
-forward pass: that node's number tells which pass it was.
+A recomputed layer belongs to an earlier forward pass than the latest; in a pipeline, many passes may lie between.
+Autograd numbers its nodes in the order of their creation, and recomputation runs inside the backward of a node of the
+original forward pass, so this node's number identifies the pass.
 """
 
 from collections import deque
@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from ..._compat.torch import backward_pass, current_node_number, next_node_number
 from ...errors import ConfigError
 
-_KEPT = 1024  # forward passes that may wait for their backward pass
+_KEPT = 1024  # maximum number of forward passes that wait for their backward pass
 _T = TypeVar("_T")
 
 
@@ -31,11 +31,13 @@ class ForwardPasses(Generic[_T]):
 
     @property
     def latest(self) -> _T:
-        """The value of the pass that began last."""
+        """Return the value of the pass that began last."""
         return self._begun[-1][1]
 
     def current(self) -> _T:
-        """Return the value of the running computation's forward pass; refuse one recomputed after too many others."""
+        """Return the value of the running computation's forward pass; raise if too many passes began after that
+        pass.
+        """
         if not recomputing():
             return self.latest
         number = current_node_number()
@@ -43,11 +45,11 @@ class ForwardPasses(Generic[_T]):
             if start <= number:
                 return known
         raise ConfigError(
-            f"more than {_KEPT} forward passes wait for their backward passes, and the oldest ones' layers cannot be "
-            "recomputed any more: run backward earlier, or do without activation checkpointing"
+            f"more than {_KEPT} forward passes wait for their backward passes, so the layers of the oldest forward "
+            "passes cannot be recomputed any more: run backward earlier, or turn activation checkpointing off"
         )
 
 
 def recomputing() -> bool:
-    """Return whether this forward pass is activation checkpointing's recomputation, inside a backward pass."""
+    """Return whether this forward pass is a recomputation by activation checkpointing, inside a backward pass."""
     return backward_pass() != -1

@@ -34,24 +34,28 @@ class SavedTensor:
 
     @property
     def owned(self) -> str:
-        """The name in the plan; a tied tensor may be stored under another."""
+        """Return the name in the plan; a tied tensor may be stored under another name."""
         return self.name if self.planned is None else self.planned.name
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the full tensor."""
+        """Return the bytes of the full tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def tensors_to_save(runtime: Runtime) -> list[SavedTensor]:
-    """Return what transformers would save: parameters in plan order, then buffers. Collective if there are stages."""
+    """Return the tensors that transformers would save: parameters in plan order, then buffers. Collective with
+    stages.
+    """
     told = tensors_of_stage(runtime)
     staged = runtime.plan.stages is not None
     return in_order(runtime, runtime.mesh.all_gather_object(told) if staged else [told])
 
 
 def tensors_of_stage(runtime: Runtime) -> list[tuple[Any, ...]]:
-    """Return what this stage saves, in short, for :func:`in_order`; empty on all but one rank of each stage."""
+    """Return short descriptions of this stage's saved tensors, for :func:`in_order`; empty on all but one rank per
+    stage.
+    """
     home = runtime.mesh.pp_rank
     if runtime.plan.stages is not None and not runtime.mesh.speaks_for_stage:
         return []
@@ -67,7 +71,7 @@ def tensors_of_stage(runtime: Runtime) -> list[tuple[Any, ...]]:
 
 
 def in_order(runtime: Runtime, told: list[list[tuple[Any, ...]]]) -> list[SavedTensor]:
-    """Merge what all stages told into the sorted list of tensors to save; not collective."""
+    """Merge the descriptions from all stages into the sorted list of tensors to save; not collective."""
     plan = runtime.plan
     ignored = never_stored(runtime.model)
     saved = [
@@ -77,13 +81,13 @@ def in_order(runtime: Runtime, told: list[list[tuple[Any, ...]]]) -> list[SavedT
     ]
     places = {planned.name: place for place, planned in enumerate(plan.owned())}
     saved.sort(key=lambda entry: places[entry.planned.name] if entry.planned else len(places))
-    # The first stage saves buffers that several have.
+    # If several stages have a buffer, the first stage saves it.
     first = {entry.name: entry for entry in reversed(saved)}
     return [entry for entry in saved if first[entry.name] is entry and entry.name not in ignored]
 
 
 def _kept_name(runtime: Runtime, planned: ParameterPlan) -> str:
-    """Return the name under which transformers stores a tied tensor; it need not be its first name in the model."""
+    """Return the name under which transformers stores a tied tensor, which may not be its first name in the model."""
     source = runtime.model.all_tied_weights_keys.get(planned.name)
     by_name = runtime.plan.by_name
     return source if source in by_name and by_name[source].tied_to == planned.name else planned.name
@@ -104,10 +108,11 @@ def full_tensors(
 ) -> Iterator[tuple[SavedTensor, Tensor]]:
     """Yield every tensor to save, one at a time, in the same order on every rank: full on some ranks, empty elsewhere.
 
-    Tensors are gathered in buckets as large as the largest of them, so that many small ones take few messages: each
-    rank sends all that it holds of a bucket straight to every global rank in ``to``, at once. ``share_of`` returns this
-    rank's shard of an entry, if not the model's own parameter; cut the same way. ``attempt`` calls all that may fail on
-    one rank alone: after a failure shards are still exchanged, so that no rank waits, and values mean nothing.
+    Tensors are gathered in buckets of the size of the largest tensor, so that many small tensors need few messages:
+    each rank sends all of its shards in a bucket directly to every global rank in ``to``, in one message. ``share_of``
+    returns this rank's shard of an entry, if it is not the model's own parameter; it must be sharded in the same way.
+    ``attempt`` runs every operation that may fail on only one rank. After a failure, shards are still exchanged, so
+    that no rank waits, but the values are meaningless.
     """
     gathering = _Gathering(runtime.mesh, share_of or shares(runtime), to, attempt)
     for bucket in buckets(
@@ -128,7 +133,7 @@ def shares(runtime: Runtime) -> Callable[[SavedTensor], Tensor | None]:
     return share_of
 
 
-# A shard of a tensor: at these ranks of the axes that cut it.
+# One shard of a tensor: the coordinates of its ranks on the axes that shard the tensor.
 _Piece = tuple[SavedTensor, dict[str, int]]
 
 
@@ -144,7 +149,9 @@ def _pieces(
     mesh: Mesh,
     to: Sequence[int],
 ) -> dict[int, list[_Piece]]:
-    """Return the shards that each rank sends, in order; uncut tensors do not leave the only rank that wants them."""
+    """Return the shards that each rank sends, in order. A tensor that is not sharded is not sent if its rank is the
+    only one in ``to``.
+    """
     result: dict[int, list[_Piece]] = {}
     for entry in bucket:
         cuts = entry.planned.cuts if entry.planned else ()
@@ -179,7 +186,7 @@ class _Gathering:
             yield entry, torch.empty(0, dtype=entry.dtype) if whole is None else whole
 
     def _exchanged(self, pieces: dict[int, list[_Piece]]) -> dict[int, Tensor]:
-        """Send this rank's bytes of a bucket; return those of every rank, by rank, where they are wanted."""
+        """Send this rank's bytes of a bucket; on ranks that want them, return every rank's bytes, by rank."""
         rank = self.mesh.rank
         group = self.mesh.control
         sizes = {source: bytes_before(_forms(own))[-1] for source, own in pieces.items()}
@@ -199,7 +206,7 @@ class _Gathering:
 
     def _copied(self, pieces: list[_Piece]) -> Tensor:
         """Return the bytes of this rank's shards on the CPU: one copy off the device, to pinned memory."""
-        # An optimizer has no state of empty shards.
+        # An optimizer has no state for empty shards.
         filled = [piece for piece in pieces if prod(_forms([piece])[0][0])]
         held = [share for entry, _ in filled if (share := self.share_of(entry)) is not None]
         flat = in_one_buffer(held, _forms(filled))
@@ -210,8 +217,8 @@ class _Gathering:
     def _put_together(
         self, entry: SavedTensor, shards: list[tuple[dict[str, int], Tensor]]
     ) -> Tensor | None:
-        """Return a full tensor from the shards that ranks sent; if none did, this rank has all of it. Return ``None``
-        if the attempt to make it fails.
+        """Return a full tensor from the shards that ranks sent; if no rank sent a shard, this rank already has the full
+        tensor. Return ``None`` if assembling it fails.
         """
         if not shards:
             own = self.share_of(entry)

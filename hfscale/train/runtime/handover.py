@@ -1,14 +1,15 @@
-"""Hand the parameters of a model that was cut, or taken apart, to the optimizers that hold those before.
+"""Replace old parameters in optimizers after a model was sharded or disassembled.
 
-An optimizer knows its parameters by identity, and cutting a model replaces them: the optimizer that a script made
-before would go on with tensors that no gradient reaches, and nothing would raise. So each replaced parameter that
-somebody still holds is marked with its successor::
+An optimizer holds parameter objects, and sharding a model replaces these objects. An optimizer that a script created
+earlier would continue with tensors that get no gradients, without an error. So each replaced parameter that is still
+referenced is marked with its successor::
 
     optimizer.param_groups[i]["params"]  -->  old parameter  --mark-->  new parameter, by name in the plan
-    optimizer.state[old]                 -->  optimizer.state[new], its tensors cut as the parameter was
+    optimizer.state[old]                 -->  optimizer.state[new], its tensors sharded like the parameter
 
-Groups change in place, so their options stay, and schedules go on with the same optimizer. The optimizers in memory
-are looked for once, if anything holds an old parameter; others follow where they are prepared, or at their first step.
+Groups change in place, so their options stay, and schedules continue with the same optimizer. If an old parameter is
+still referenced, all optimizers in memory are searched once and updated. Any other optimizer is updated when it is
+prepared, or at its first step.
 """
 
 import gc
@@ -31,24 +32,24 @@ _MARK = "_hfscale_successor"
 
 @dataclass(frozen=True)
 class _Successor:
-    """Tell what has taken the place of a parameter."""
+    """Describe the successor of a replaced parameter."""
 
     name: str
-    by: str  # the call that replaced it
-    planned: ParameterPlan | None  # ``None`` if the model has no parameter of this name any more
-    parameter: Tensor | None  # ``None`` if no stage of this rank holds it
+    by: str  # the call that replaced the parameter
+    planned: ParameterPlan | None  # ``None`` if the model no longer has a parameter of this name
+    parameter: Tensor | None  # ``None`` if no pipeline stage of this rank holds the parameter
     ranks: dict[str, int]
 
     def state_of(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's state of the replaced parameter for the new one."""
+        """Convert an optimizer's state of the replaced parameter to the state of the new parameter."""
         return {
             key: self._moved(key, value) if isinstance(value, Tensor) else value
             for key, value in values.items()
         }
 
     def _moved(self, key: str, value: Tensor) -> Tensor:
-        assert self.planned is not None  # or the optimizer was refused
-        assert self.parameter is not None  # or its state was dropped
+        assert self.planned is not None  # otherwise, the optimizer was refused
+        assert self.parameter is not None  # otherwise, the state was dropped
         if value.ndim == 0:
             return value
         new = local_tensor(self.parameter)
@@ -56,19 +57,19 @@ class _Successor:
         if self.planned.cuts and share.shape != new.shape:
             if tuple(share.shape) != self.planned.shape:
                 raise ConfigError(
-                    f"the optimizer's state must have the shape of its parameter, so that {self.by} can cut both, got "
-                    f"{tuple(share.shape)} as {key!r} of {self.name}, which is {self.planned.shape}: make the "
-                    "optimizer, or step it first, after the model is cut"
+                    f"the optimizer's state must have the shape of its parameter, so that {self.by} can shard both, "
+                    f"got {tuple(share.shape)} as {key!r} of {self.name}, which is {self.planned.shape}: create "
+                    "the optimizer, or take its first step, after the model is sharded"
                 )
             share = self.planned.take(share, self.ranks).clone()
         return like_sharded(share.to(new.device), self.parameter)
 
 
 class Replaced:
-    """Hold a model's parameters, weakly, while ``by``, a call of hfscale's, replaces them.
+    """Hold weak references to a model's parameters while ``by``, an hfscale call, replaces them.
 
     Args:
-        with_gradients: hold gradients, of full shapes, as well, which the new parameters get.
+        with_gradients: also hold the full gradients, and shard them onto the new parameters.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Replaced:
             self._gradients = {name: each.grad for name, each in before if each.grad is not None}
 
     def hand_over(self, runtime: Runtime) -> None:
-        """Mark parameters that are still held with those in their place, and let optimizers in memory follow."""
+        """Mark old parameters that are still referenced with their successors, and update the optimizers in memory."""
         plans = runtime.plan.by_name
         now = {planned.name: parameter for planned, parameter in runtime.parameters()}
         self._hand_over_gradients(runtime)
@@ -113,7 +114,7 @@ class Replaced:
 def _let_all_follow() -> None:
     for other in gc.get_objects():
         if issubclass(type(other), Optimizer):
-            # One that nobody uses any more is none of ours; others are refused in a step.
+            # An optimizer that is no longer used needs no error here; any other is refused at its step.
             with suppress(ConfigError):
                 follow(other)
 
@@ -128,15 +129,16 @@ def _successor_of(parameter: Tensor) -> _Successor | None:
 
 
 def follow(optimizer: Any) -> None:
-    """Give an optimizer the parameters in place of those that were replaced; do nothing if none was.
+    """Replace old parameters in an optimizer by their successors; do nothing if it has no old parameters.
 
     Raises:
-        ConfigError: it cannot go on with them; it is unchanged.
+        ConfigError: the optimizer cannot continue with the successors; it is left unchanged.
     """
     groups = getattr(optimizer, "param_groups", ())
     kept = getattr(optimizer, "state", {})
     held = [parameter for group in groups for parameter in group["params"]]
-    # Of those that share groups (SAM's base), one follows before the other, which has a state of its own.
+    # If two optimizers share groups (SAM and its base), the first has replaced the parameters; the second still has to
+    # convert its own state.
     keys = [key for key in kept if isinstance(key, Tensor)]
     successors = {
         id(each): successor
@@ -165,32 +167,35 @@ def _refuse(
     held: list[Tensor],
     found: dict[int, _Successor],
 ) -> None:
-    """Refuse what cannot follow: parameters that are gone or frozen, and steppers over the old ones."""
+    """Raise :class:`ConfigError` for parameters without a trainable successor, and for optimizers that cannot be
+    updated.
+    """
     first = next(iter(found.values()))
     kind = type(optimizer).__name__
     remedy = f"make the optimizer after {first.by}"
     if getattr(optimizer, "keeps_plain_state", False):
         raise ConfigError(
-            f"the optimizer of hfscale.create_optimizer must be made of the model as it is, got one made before "
-            f"{first.by}: {remedy}"
+            "the optimizer of hfscale.create_optimizer must be made of the model's present parameters, got one made "
+            f"before {first.by}: {remedy}"
         )
     gone = next((each for each in found.values() if each.planned is None), None)
     if gone is not None:
         raise ConfigError(
-            f"{kind} must hold parameters of the model, got {gone.name}, which the model lost by {gone.by}: {remedy}"
+            f"{kind} must hold parameters of the model, got {gone.name}, which {gone.by} removed from the model: "
+            f"{remedy}"
         )
     trained = any(old.requires_grad for old in held)
     new = [old if id(old) not in found else found[id(old)].parameter for old in held]
     here = [each for each in new if each is not None]
     if trained and here and not any(each.requires_grad for each in here):
         raise ConfigError(
-            f"{kind} must hold parameters that train, got {len(here)} that {first.by} has frozen ({first.name}, for "
-            f"one): {remedy}"
+            f"{kind} must hold parameters that train, got {len(here)} parameters that {first.by} has frozen (for "
+            f"example {first.name}): {remedy}"
         )
 
 
 def _replace(group: dict[str, Any], found: dict[int, _Successor]) -> None:
-    """Replace a group's parameters, in its own list; those of other stages leave it, with their names if it has any."""
+    """Replace a group's parameters in place; parameters of other stages, and their names if given, leave the group."""
     kept = [_now(parameter, found) for parameter in group["params"]]
     names = group.get("param_names")
     if names is not None:
@@ -206,7 +211,9 @@ def _now(parameter: Tensor, found: dict[int, _Successor]) -> Tensor | None:
 
 
 def check_optimizers(optimizers: Sequence[Any], runtimes: Sequence[Runtime]) -> None:
-    """Let optimizers follow their parameters; over ranks, refuse those that train none of these models."""
+    """Update optimizers whose parameters were replaced; over ranks, raise for optimizers that train none of these
+    models.
+    """
     for optimizer in optimizers:
         follow(optimizer)
     spread = next((runtime for runtime in runtimes if runtime.mesh.layout.total_size > 1), None)
@@ -222,5 +229,5 @@ def check_optimizers(optimizers: Sequence[Any], runtimes: Sequence[Runtime]) -> 
     if held and own.isdisjoint(map(id, held)):
         raise ConfigError(
             f"the optimizer must hold parameters of the model that is trained over {spread.mesh.layout.describe()}, "
-            f"got {len(held)} of which none is its own: make it of model.parameters()"
+            f"got {len(held)} parameters, none of which belongs to the model: make it of model.parameters()"
         )

@@ -1,14 +1,14 @@
 """Initialize weights at random, independently of the layout.
 
-The model's own code initializes one unit at a time (a decoder layer, the embedding, ...), full and on the CPU, from a
-seed made of the run's seed and the unit's name; every rank keeps its shard and drops the rest. No rank ever holds more
-than one full unit.
+The model's own code initializes one unit at a time (a decoder layer, the embedding, ...), full and on the CPU, with a
+seed that is derived from the run's seed and the unit's name. Every rank keeps its shard and drops the rest. No rank
+ever holds more than one full unit.
 
-Tensors that ``_init_weights`` does not write have their first values from their module's constructor, which ran on the
-meta device here. So a unit is filled with a marker before it is initialized, and entries that still have the marker
-afterwards are copied from a second model, in which the constructors of such modules ran with real memory, for all
-layers at once: of 176 causal-LM families four have any (an activation's scalars, a head's bias, multipliers; openai-gpt
-alone has large ones).
+Tensors that ``_init_weights`` does not write should keep the values of their module's constructor, but here the
+constructor ran on the meta device. So a unit is filled with a marker before its initialization. Entries that still have
+the marker afterwards are copied from a second model, in which the constructors of such modules ran with real memory,
+for all layers at once. Of 176 causal-LM families, only four have such tensors (an activation's scalars, a head's bias,
+multipliers); only openai-gpt has large ones.
 """
 
 import hashlib
@@ -24,7 +24,9 @@ from ...distributed.mesh import Mesh
 from ...errors import CheckpointError
 from ...plan import Plan
 
-_WHOLE_NUMBER = 113  # the marker of integer tensors: no table of positions is filled with it
+_WHOLE_NUMBER = (
+    113  # the marker of integer tensors, which no table of positions contains everywhere
+)
 
 
 def initialize_local_weights(
@@ -35,7 +37,8 @@ def initialize_local_weights(
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return this rank's shards of the freshly initialized parameters that are ``wanted``, by owned name, and the full
-    buffers. Modules of ``template``, the full stock model on the meta device, are filled and emptied again one by one.
+    buffers. Modules of ``template``, the full stock model on the meta device, get memory and are emptied again one by
+    one.
     """
     rank = mesh.pp_rank
     held = plan.local_names(rank)
@@ -78,7 +81,9 @@ def _fill_with_marker(tensors: Iterable[Tensor]) -> None:
 
 
 def _untouched(tensor: Tensor) -> Tensor:
-    """Return a mask of the entries that still have the marker; for integers, all or none."""
+    """Return a mask of the entries that still have the marker; for integer tensors, the mask is all true or all
+    false.
+    """
     if tensor.is_floating_point():
         return tensor.isnan()
     alike = tensor.dtype != torch.bool and bool((tensor == _WHOLE_NUMBER).all())
@@ -117,8 +122,8 @@ class _Constructors:
             )
             if _untouched(tensors[name]).any():
                 raise CheckpointError(
-                    f"{type(template).__name__} gives {name} no initial value, neither in its constructor nor in its "
-                    "_init_weights: load a checkpoint, or use hfscale.parallelize on a model that has its values"
+                    f"{type(template).__name__} sets no initial value for {name}, neither in its constructor nor in "
+                    "its _init_weights: load a checkpoint, or use hfscale.parallelize on a model that has its values"
                 )
 
 
@@ -132,7 +137,9 @@ def _units(
     name: str,
     layers: set[str],
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield ``(name, module, recurse)``: subtrees that are a layer or contain none, and modules above layers alone."""
+    """Yield ``(name, module, recurse)``: whole subtrees that are a layer or contain no layer, and, without recursion,
+    modules that contain layers.
+    """
     inside = {child for child, _ in module.named_modules(prefix=name)}
     if name in layers or not inside & layers:
         yield name, module, True

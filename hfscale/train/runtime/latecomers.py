@@ -1,9 +1,9 @@
-"""Plan parameters that join a model of one process after it was planned: adapters by PEFT's own functions, prompts, a
-user's module around it.
+"""Plan parameters that are added to a model of one process after planning: adapters by PEFT's own functions, prompts, a
+user's module around the model.
 
-Where nothing is sharded there is nothing to decide about them, and stock code may change a model as it likes. Once
-they are in the plan, norms, optimizers and saved states hold them like any others. Over ranks a changed model is
-refused instead (:mod:`hfscale.train.guards.structure`).
+In one process nothing is sharded, so such parameters need no decisions, and stock code may change a model freely. When
+they are in the plan, norms, optimizers and saved states include them like all other parameters. Over several ranks, a
+changed model raises an error instead (:mod:`hfscale.train.guards.structure`).
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from ...plan import ParameterPlan, Plan
 
 
 def with_latecomers(plan: Plan, live: Mapping[str, nn.Parameter]) -> Plan:
-    """Return the plan with those of the ``live`` parameters, some of them under several names, that it lacks."""
+    """Return the plan with the ``live`` parameters that it lacks; a live parameter may have several names."""
     known = {id(live[planned.name]) for planned in plan.parameters if planned.name in live}
     late: dict[int, ParameterPlan] = {}
     for name, parameter in live.items():

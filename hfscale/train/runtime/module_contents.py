@@ -1,7 +1,7 @@
-"""Tell cheaply, in every step, whether a model still has the modules and parameters that it had before.
+"""Check cheaply, in every step, whether a model still has the same modules and parameters.
 
-Most of a walk through a few hundred modules is waiting for memory that the passes have displaced from the caches, so
-all questions of one step are answered by one look. It makes and compares lists without Python code for each entry.
+A walk through a few hundred modules mostly waits for memory that forward and backward passes have evicted from the
+caches, so all checks of one step share one walk. The walk builds and compares lists without Python code for each entry.
 """
 
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ _values = methodcaller("values")
 _type = attrgetter("dtype")
 _missing = partial(is_, None)
 _LEAVES = frozenset({nn.Linear, nn.Embedding, nn.Identity, nn.Dropout, nn.ParameterDict})
-"""Classes of modules that get no children. A wrapper of PEFT holds seven of them beside what it wraps."""
+"""Classes of modules without children. A PEFT wrapper holds seven of them in addition to the wrapped module."""
 _BARE = frozenset({nn.ModuleDict, nn.ModuleList, nn.Identity, nn.Dropout})
-"""Classes of modules that get no parameters of their own."""
+"""Classes of modules without own parameters."""
 
 
 class ModuleContents:
-    """Remember the children and the parameters of every module of a model, and the parameters' types."""
+    """Record the children and the parameters of every module of a model, and the parameters' dtypes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -38,7 +38,7 @@ class ModuleContents:
         self._held: list[Any] = []
 
     def version(self) -> int:
-        """Return a number that is another one once any module has other children or parameters than before."""
+        """Return a version number, which changes when the children or parameters of any module have changed."""
         if not self._fixed:
             names, held = self._count_entries()
             same = (
@@ -56,7 +56,7 @@ class ModuleContents:
 
     @contextmanager
     def fixed(self) -> Iterator[None]:
-        """Look at the modules once for the whole ``with`` block, in which nothing changes them."""
+        """Walk through the modules once for the whole ``with`` block, in which nothing changes them."""
         self.version()
         outer = self._fixed
         self._fixed = True
@@ -66,8 +66,8 @@ class ModuleContents:
             self._fixed = outer
 
     def _count_entries(self) -> tuple[list[Any], list[Any]]:
-        """Return the numbers of entries and the names, and what has them, children first."""
-        # The dicts are asked for anew: `del layers[-1]` gives a ModuleList another one.
+        """Return the numbers of entries, the names, and the dictionaries that contain them, children first."""
+        # The dicts are fetched again each time, because `del layers[-1]` gives a ModuleList a new dict.
         children, parameters = own_contents(self._parents, self._holders)
         own = list(filterfalse(_missing, chain.from_iterable(map(_values, parameters))))
         held = chain(chain.from_iterable(map(_values, children)), own, map(_type, own))

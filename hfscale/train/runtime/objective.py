@@ -21,9 +21,9 @@ _IGNORED = -100
 class StepLoss(Protocol):
     """Compute a loss that can be normalized for a whole step."""
 
-    shift: int  # by how many positions labels are shifted against the tokens they are compared with
-    # the gradient with which backward passes start (a loss scale), for losses that compute 16-bit gradients in the
-    # forward pass
+    shift: int  # the number of positions by which labels are shifted against the logits
+    # the gradient with which backward passes start (a loss scale), for losses that compute 16-bit gradients already in
+    # the forward pass
     expected_gradient: float
     needs_labels: bool  # whether batches without ``labels`` are refused
     ignores: bool  # whether labels of -100 are ignored
@@ -38,15 +38,15 @@ class StepLoss(Protocol):
         """Compute the loss of one microbatch, scaled for a step with ``count`` valid labels."""
 
     def check_smoothing(self, label_smoothing: float) -> None:
-        """Raise :class:`ConfigError`, on all ranks alike, if its labels cannot be smoothed."""
+        """Raise :class:`ConfigError`, on all ranks, if this loss cannot smooth labels."""
 
     def scoring(self, temperature: float = 1.0, read: Any = None) -> AbstractContextManager[Any]:
-        """Let forward passes inside the `with` block compute token scores, or what ``read`` makes of lazy logits; the
-        loss they return does not count.
+        """Let forward passes inside the ``with`` block compute token scores, or apply ``read`` to lazy logits; the loss
+        that they return is meaningless.
         """
 
     def distilling(self, teacher: TaughtRows) -> AbstractContextManager[Any]:
-        """Let the loss be the divergence from a teacher inside the `with` block."""
+        """Compute the divergence from a teacher as the loss inside the ``with`` block."""
 
     def keeping_outputs(self) -> AbstractContextManager[list[Any]]:
         """Append the model's output of each microbatch in the `with` block to the list, with logits ``[b, s, V]``."""
@@ -86,11 +86,11 @@ class OwnLoss(KeepsOutputs):
         return (none + len(labels) if self._rows else (labels != _IGNORED).sum()), none
 
     def check_smoothing(self, label_smoothing: float) -> None:
-        """Refuse label smoothing: the loss is computed inside the model."""
+        """Raise :class:`ConfigError` for label smoothing, because the loss is computed inside the model."""
         if label_smoothing:
             raise ConfigError(
-                f"label_smoothing={label_smoothing} needs a loss over a vocabulary, and {self._name} computes its "
-                "own: leave it out, or smooth labels in a plain loop"
+                f"label_smoothing={label_smoothing} needs a loss over a vocabulary, but {self._name} computes its own "
+                "loss: leave it out, or smooth labels in a plain loop"
             )
 
     def loss_of(
@@ -100,12 +100,12 @@ class OwnLoss(KeepsOutputs):
         loss: Tensor
         valid = self.count_labels(batch)[0] if batch.valid is None else batch.valid
         if not valid:  # the mean over no labels is NaN
-            # From labels.
+            # Derived from labels.
             kept = "decoder_input_ids" not in batch and takes_argument(model, "decoder_input_ids")
             output = model(
                 **{name: value for name, value in batch.items() if kept or name != "labels"}
             )
-            scores = output[1 if kept else 0]  # after the loss, if there is one
+            scores = output[1 if kept else 0]  # after the loss, if the output contains one
             loss = 0.0 * scores.float().sum()
         else:
             output = model(**batch)
@@ -118,9 +118,10 @@ class OwnLoss(KeepsOutputs):
         )
 
     def scoring(self, *_: Any, **__: Any) -> AbstractContextManager[Any]:
-        """Refuse token scores and distillation: they are defined for causal language models."""
+        """Raise :class:`ConfigError`: token scores and distillation are defined only for causal language models."""
         raise ConfigError(
-            f"token scores and distillation need a causal language model's loss, and {self._name} has another"
+            f"token scores and distillation need a causal language model's loss, but {self._name} has another loss: "
+            "use a causal language model"
         )
 
     distilling = scoring
@@ -132,5 +133,5 @@ class Objective:
 
     # ``loss(model, microbatch, index)``, scaled so that the step's loss is the sum over microbatches
     loss: Callable[[Any, Microbatch, int], Tensor]
-    # Whether its backward pass recomputes, so that weight gradients cannot be deferred.
+    # Whether the backward pass recomputes layers, so that weight gradients cannot be deferred.
     recomputes: bool = False

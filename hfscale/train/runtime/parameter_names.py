@@ -1,7 +1,7 @@
-"""Find modules and parameters by their stock names, also if PEFT has wrapped adapters around them.
+"""Find modules and parameters by their stock names, even if PEFT has wrapped adapters around them.
 
-PEFT puts a wrapper in the place of a module, which becomes the wrapper's child. hfscale uses the stock model's names
-everywhere; the functions here look through the wrappers.
+PEFT replaces a module by a wrapper, and the module becomes the wrapper's child. hfscale uses the stock model's names
+everywhere, so these functions search inside wrappers.
 """
 
 from typing import Any
@@ -19,9 +19,9 @@ def stock_name(name: str) -> str:
 
 
 class LiveParameters:
-    """Find a model's parameters by name; names are made anew once a module or a parameter was put in or taken out.
+    """Find a model's parameters by name; names are computed again when a module or a parameter was added or removed.
 
-    A parameter keeps its names as long as it is in the model, also in a wrapper that hfscale does not know.
+    A parameter keeps its names as long as it is in the model, even inside a wrapper of an unknown class.
     """
 
     def __init__(self, model: nn.Module, contents: ModuleContents) -> None:
@@ -34,12 +34,14 @@ class LiveParameters:
         self.outermost = model
 
     def look_around(self, outer: nn.Module) -> None:
-        """Find parameters of ``outer``, a module around the model, as well."""
+        """Include the parameters of ``outer``, a module around the model, from now on."""
         if outer is not self._model and outer is not self.outermost:
             self.outermost, self._around, self._version = outer, ModuleContents(outer), 0
 
     def by_name(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by stock names and by names with PEFT's wrappers, tied ones by all of them."""
+        """Return the parameters by stock names and by names with PEFT's wrappers; tied parameters have several
+        names.
+        """
         contents = self._around or self._contents
         if self._version != (version := contents.version()):
             self._found = self._look()
@@ -48,7 +50,7 @@ class LiveParameters:
         return dict(self._found)
 
     def changed(self) -> bool:
-        """Return whether :meth:`by_name` has found others than when this was asked before."""
+        """Return whether the result of :meth:`by_name` has changed since the previous call of this method."""
         changed = self._changed
         self._changed = False
         return changed
@@ -67,7 +69,7 @@ class LiveParameters:
         return parameters
 
     def forget(self) -> None:
-        """Hold no parameters any more."""
+        """Drop all references to parameters."""
         self._found = {}
         self._version = 0
 
@@ -80,12 +82,14 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def computing(module: nn.Module) -> list[nn.Module]:
-    """Return the stock modules in a wrapper that may run: the wrapped one, and its trained copies."""
+    """Return the stock modules in a wrapper that may run: the wrapped module and its trained copies."""
     return [unwrapped(module), *trained_copies(module)]
 
 
 def module_at(model: nn.Module, name: str) -> nn.Module:
-    """Return the module (or its outermost wrapper) of a name, stock or with wrappers; AttributeError if none."""
+    """Return the module, or its outermost wrapper, at ``name``, which is a stock name or a name with wrappers; raise
+    AttributeError if there is no such module.
+    """
     module = model
     for part in name.split(".") if name else ():
         while part not in own_modules(module) and (inner := wrapped(module)) is not None:
@@ -95,7 +99,7 @@ def module_at(model: nn.Module, name: str) -> nn.Module:
 
 
 def owner_of(model: nn.Module, parameter: str) -> tuple[nn.Module, str]:
-    """Return the module that holds a parameter, and the attribute's name; names as for :func:`module_at`."""
+    """Return the module that holds a parameter, and the attribute's name; names are like in :func:`module_at`."""
     owner, _, attribute = parameter.rpartition(".")
     module = module_at(model, owner)
     while attribute not in own_parameters(module) and (inner := wrapped(module)) is not None:
@@ -104,18 +108,18 @@ def owner_of(model: nn.Module, parameter: str) -> tuple[nn.Module, str]:
 
 
 def parameter_at(model: nn.Module, name: str) -> Any:
-    """Return the parameter of a name, or its placeholder; names as for :func:`module_at`."""
+    """Return the parameter at ``name``, or its placeholder; names are like in :func:`module_at`."""
     module, attribute = owner_of(model, name)
     return own_parameters(module)[attribute]
 
 
 def put_parameter(model: nn.Module, name: str, parameter: Tensor) -> None:
-    """Replace the parameter of a name (see :func:`module_at`) in its place in the order, maybe by a plain tensor."""
+    """Replace the parameter at ``name`` (see :func:`module_at`), possibly by a plain tensor, and keep the order."""
     module, attribute = owner_of(model, name)
     own_parameters(module)[attribute] = parameter
 
 
 def put_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:
-    """Replace the buffer of a name by ``buffer``; names as for :func:`module_at`."""
+    """Replace the buffer at ``name`` by ``buffer``; names are like in :func:`module_at`."""
     owner, _, attribute = name.rpartition(".")
     own_buffers(module_at(model, owner))[attribute] = buffer

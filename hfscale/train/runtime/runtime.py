@@ -1,10 +1,11 @@
 """Define the runtime of a parallelized model, and the interfaces of its parts and its executor.
 
-Classes that need each other. A :class:`Part` is one feature of a layout (tensor, experts, data, adapters, ...):
+These classes depend on each other. A :class:`Part` is one feature of a layout (tensor, experts, data, adapters, ...):
 it is installed into the model once, and its hooks are called at fixed places. An :class:`Executor` runs the
-microbatches of a step: one after the other, or through pipeline stages. The :class:`Runtime` is attached to the model
-and holds its plan, mesh, executor and parts. Building, training and saving loop over parts. The calls of a step to one
-axis are :class:`DataAxes`, :class:`ContextAxis` and :class:`SequenceAxis`, which do nothing where it has one rank.
+microbatches of a step: one after another, or through pipeline stages. The :class:`Runtime` is attached to the model and
+holds its plan, mesh, executor and parts. Building, training and saving loop over parts. :class:`DataAxes`,
+:class:`ContextAxis` and :class:`SequenceAxis` define the calls of a step to one axis, and do nothing if the axis has
+one rank.
 """
 
 import math
@@ -36,37 +37,37 @@ _P = TypeVar("_P", bound="Part")
 
 Batch = Mapping[str, Any]
 Hook = Callable[..., Any]
-"""A method of :class:`Part` that its subclasses may implement, as ``Part.around_step``."""
+"""A method of :class:`Part` that subclasses may implement, such as ``Part.around_step``."""
 
 
 class Part:
     """Implement one feature of a layout in one model. Hooks do nothing by default."""
 
-    masks_padding = False  # whether it asks the attention mask which tokens are padding
-    is_logged = False  # whether a trainer logs its :meth:`metrics` beside the loss
+    masks_padding = False  # whether the part reads from the attention mask which tokens are padding
+    is_logged = False  # whether a trainer logs the part's :meth:`metrics` with the loss
     state_key = ""  # the name of its :meth:`state` in saved states, which outlives the class's name
 
     def is_needed(self, runtime: "Runtime") -> bool:
-        """Return whether the plan or an option asks for this feature; otherwise it is left out of the runtime."""
+        """Return whether the plan or an option requests this feature; otherwise the runtime omits the part."""
         return True
 
     def install(self, runtime: "Runtime", weights: LocalWeights | None) -> None:
-        """Install this feature in the model, whose sizes are local; ``weights``, if any, are yet to be put into it."""
+        """Install this feature in the model, which has local sizes; ``weights``, if given, are set afterwards."""
 
     def take_out(self, runtime: "Runtime", weights: LocalWeights) -> None:
-        """Add the weights that the model's parameters lack to ``weights``, after everything installed was undone."""
+        """Add weights that are not among the model's parameters to ``weights``, after the installation was undone."""
 
     def plan_without(self, runtime: "Runtime", live: Mapping[str, nn.Parameter]) -> Plan | None:
-        """Return the plan without this feature, if stock code has taken it out of a model whose parameters are
-        ``live``; ``None`` while it is there. Asked in one process.
+        """Return the plan without this feature if stock code has removed the feature from a model, whose parameters are
+        now ``live``; ``None`` if the feature is still in the model. Called only in one process.
         """
         return None
 
     def check_step(
         self, runtime: "Runtime", batches: Sequence[Batch], user_loss: bool = False
     ) -> None:
-        """Raise :class:`ConfigError` if this part cannot run the microbatches of a step. With ``user_loss``, the loss
-        is a ``loss_fn``: a sum over whole outputs, divided after the backward pass.
+        """Raise :class:`ConfigError` if this part cannot run the microbatches of a step. ``user_loss`` is whether the
+        loss is a user's ``loss_fn``, which sums over full outputs and is divided after the backward pass.
         """
 
     def around_step(
@@ -82,23 +83,23 @@ class Part:
     def around_stage_pass(
         self, runtime: "Runtime", arrives: int | None, leaves: bool
     ) -> AbstractContextManager[None]:
-        """Hold during one forward pass through a pipeline stage: ``arrives`` tokens per sample come from another stage
-        (``None`` on the first), and the hidden states go on to another if it ``leaves``.
+        """Wrap one forward pass through a pipeline stage: ``arrives`` is the number of tokens per sample that come from
+        another stage (``None`` on the first stage), and ``leaves`` is whether hidden states are sent to another stage.
         """
         return nullcontext()
 
     def around_gradients(self, runtime: "Runtime") -> AbstractContextManager[None]:
-        """Wrap the backward passes of a step; on leaving, gradients that are partial over ranks are reduced."""
+        """Wrap the backward passes of a step; at the end, reduce gradients that are partial over ranks."""
         return nullcontext()
 
     def around_interleaved(
         self, runtime: "Runtime", backward: bool
     ) -> AbstractContextManager[None]:
-        """Wrap passes of which several are in flight at once; this part runs no collective between their layers."""
+        """Wrap several passes in flight at once, during which this part must run no collective between layers."""
         return nullcontext()
 
     def local_view(self, module: str) -> str | None:
-        """Describe in words which tokens a hook on a module sees in this pass; ``None``: all of them."""
+        """Describe the tokens that a hook on a module reads in this pass; ``None``: all tokens."""
         return None
 
     def metrics(self, runtime: "Runtime") -> Mapping[str, float]:
@@ -106,15 +107,17 @@ class Part:
         return {}
 
     def state(self, runtime: "Runtime") -> dict[str, Any]:
-        """Return this part's own state for a saved run: plain data that means the same in every layout."""
+        """Return this part's own state for a saved run: plain data that is valid in every layout."""
         return {}
 
     def put_state(self, runtime: "Runtime", state: dict[str, Any]) -> None:
-        """Restore the state that :meth:`state` returned; not called if that was empty."""
+        """Restore the state that :meth:`state` returned; not called if the returned state was empty."""
 
 
 class Executor:
-    """Run a step's microbatches one after the other; ``under_way``: whether earlier gradients are outstanding."""
+    """Run a step's microbatches one after another; ``under_way`` is whether microbatches of earlier steps are in
+    flight.
+    """
 
     under_way = False
 
@@ -122,46 +125,50 @@ class Executor:
         self._runtime = runtime
 
     def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
-        """Return the microbatches of a step; by default those that were given."""
+        """Return the microbatches of a step, by default the given batches."""
         return [dict(batch) for batch in given]
 
     def uncut(self) -> AbstractContextManager[None]:
-        """Do not cut batches into microbatches inside the `with` block, where possible."""
+        """Avoid splitting batches into microbatches inside the ``with`` block, if possible."""
         return nullcontext()
 
     def fewest_rows(self) -> int:
-        """Return the rows of the smallest batch that can be cut into microbatches."""
+        """Return the number of rows of the smallest batch that can be split into microbatches."""
         return 1
 
     def passes_together(self, microbatches: int) -> int:
-        """Return the number of passes per step in which data ranks run collectives: it must be the same on all."""
+        """Return the number of passes per step in which data ranks run collectives, which must be equal on all
+        ranks.
+        """
         return microbatches
 
     def older_weights(self) -> Sequence[Tensor]:
-        """Return the stashed weights of microbatches in flight that were started before the last update."""
+        """Return the stashed weights for microbatches in flight that began before the last update."""
         return ()
 
     def waiting_gradients(self) -> Sequence[Tensor]:
-        """Return gradients that are in no parameter's ``.grad`` yet."""
+        """Return gradients that have not yet been added to a parameter's ``.grad``."""
         return ()
 
     def agrees(self, train: bool) -> bool:
-        """Return whether a step begins with an exchange between the ranks that share its batch."""
+        """Return whether a step begins with an exchange between the ranks that share a batch."""
         return True
 
     def numbers_to_compare(self, train: bool) -> tuple[list[int], list[Tensor]]:
-        """Return the numbers that this rank sends in that exchange: integers on the host, and tensors on the device."""
+        """Return the numbers that this rank sends in the exchange of :meth:`agrees`: integers, and tensors on a
+        device.
+        """
         return [], []
 
     def compare_numbers(self, told: list[list[int]]) -> None:
-        """Read the numbers that each rank sent, by rank."""
+        """Check the numbers ``told`` by each rank in the exchange, in the order of ranks."""
 
     def run(
         self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool
     ) -> Tensor:
         """Run forward passes over the microbatches; with ``backward``, leave gradients in ``.grad``. Return the loss of
-        the whole step, on every rank: the sum of ``objective`` over the microbatches of all distinct batches. The
-        ``model`` is what the caller calls: the runtime's, or a wrapper of it (PEFT, ``torch.compile``).
+        the whole step, on every rank: the sum of ``objective`` over the microbatches of all distinct batches. ``model``
+        is the module that is called: the runtime's model, or a wrapper around it (PEFT, ``torch.compile``).
         """
         run = self._train if backward else self._evaluate
         return self._runtime.sum_of_shares(run(model, batches, objective))
@@ -177,7 +184,7 @@ class Executor:
                 loss = objective.loss(model, batch, index)
                 (loss * runtime.loss_factor()).backward()
                 total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None  # a step has a microbatch
+        assert total is not None  # every step has a microbatch
         return total
 
     def _evaluate(
@@ -199,19 +206,23 @@ class DataAxes:
     """Reduce gradients and shard parameters over the data axes."""
 
     def before_backward(self, last: bool) -> None:
-        """Prepare for a backward pass; gradients are reduced in the ``last`` one of a step."""
+        """Prepare for a backward pass; gradients are reduced in the ``last`` backward pass of a step."""
 
     def accumulate_late_gradients(self) -> None:
         """Add up gradients that were computed without autograd's hooks."""
 
     def after_microbatch(self) -> None:
-        """Reduce the gradients of one of several microbatches, if the layout says so."""
+        """Reduce the gradients of one of several microbatches, if the layout requires it."""
 
     def release(self) -> None:
-        """Free gathered parameters that forward passes keep for backward passes: parameters are shards again."""
+        """Free gathered parameters that forward passes keep for backward passes, so that parameters are shards
+        again.
+        """
 
     def as_shards(self) -> AbstractContextManager[None]:
-        """Release parameters for a with block that writes into shards, and gather anew those that were gathered."""
+        """Release gathered parameters for a ``with`` block that writes into shards, and gather the same ones again
+        afterwards.
+        """
         return nullcontext()
 
 
@@ -239,34 +250,36 @@ class SequenceAxis:
         return tokens
 
     def is_seq_sharded(self, module: str) -> bool:
-        """Return whether a module of the layers sees this rank's tokens only, in the present forward pass."""
+        """Return whether a module of the layers processes only this rank's tokens in the present forward pass."""
         return False
 
 
 class AdapterAxis(Protocol):
-    """The adapters that PEFT has put around the modules of a model."""
+    """Define the interface to the adapters that PEFT has added to a model."""
 
     peft_model: Any  # PEFT's model around this rank's model
     whole: Any  # PEFT's model around the full model, on the meta device
     stock_plan: Plan  # the plan without adapters
-    source: str | None  # the path or Hub id of the saved adapter they were loaded from, if any
+    source: (
+        str | None
+    )  # the path or Hub id of the saved adapter from which they were loaded, if any
 
     @property
     def name(self) -> str:
-        """PEFT's name of the active adapter, of several the first."""
+        """Return PEFT's name of the active adapter; of several active adapters, the first one's name."""
         ...
 
     @property
     def names(self) -> list[str]:
-        """PEFT's names of all adapters."""
+        """Return PEFT's names of all adapters."""
         ...
 
     def stored_names(self, runtime: "Runtime") -> dict[str, str]:
-        """Return the keys of PEFT's file, and those of what they hold in a state."""
+        """Map the keys of PEFT's file to the keys of the same tensors in a saved state."""
         ...
 
     def buffer_names(self) -> dict[str, str]:
-        """Return the names that all ranks have for buffers of wrappers, by each of a rank's own."""
+        """Map this rank's names of the wrappers' buffers to names that are equal on all ranks."""
         ...
 
     def read_saved(self, directory: str, runtime: "Runtime") -> dict[str, Tensor]:
@@ -275,58 +288,64 @@ class AdapterAxis(Protocol):
 
 
 class RandomAxis(Protocol):
-    """The random streams of ranks that share a batch: they draw alike, or apart where they compute different things."""
+    """Synchronize random streams of ranks that share a batch: they draw equal numbers, or different numbers where the
+    ranks compute different values.
+    """
 
-    agreed: bool  # whether the ranks have the same streams; else they agree before the next step
+    agreed: bool  # whether the ranks have the same streams; otherwise they synchronize before the next step
 
     def synchronize(self, runtime: "Runtime") -> None:
-        """Agree once, before the first training step, after the user's seeding. Collective."""
+        """Synchronize the streams once, before the first training step and after the user's seeding. Collective."""
 
 
 class PassObserver(Protocol):
-    """What an optimizer measures of the training passes between two of its steps."""
+    """Define the interface of an optimizer's measurements in the training passes between two of its steps."""
 
     needs_rows: str
-    """Who measures, in words, and why a rank may not compute padding where its batch has no rows."""
+    """For an error: a text that names the optimizer, and why a rank without rows must not compute on padding."""
 
     def drop(self) -> None:
-        """Forget what was measured: the step is skipped."""
+        """Drop the measurements, because the step is skipped."""
 
 
 @dataclass
 class Runtime:
     """Hold the live state of one parallelized model."""
 
-    model: Any  # the stock model itself, whatever wraps it now
+    model: Any  # the stock model itself, even if it is wrapped now
     plan: Plan
     mesh: Mesh
-    options: Options  # the user's choices besides the layout
-    parts: tuple[Part, ...]  # the features of its layout, in the order in which they were installed
-    # What runs its steps: the loop of one process, until stages install theirs.
+    options: Options  # the user's choices in addition to the layout
+    parts: tuple[Part, ...]  # the features of the layout, in the order of installation
+    # Runs the steps: a loop by default; pipeline stages install their own executor.
     executor: Executor = field(init=False)
-    # what the data, context and tensor axes do in a step; nothing where one rank has all
+    # the work of the data, context and tensor axes in a step; nothing if an axis has one rank
     data: DataAxes = field(default_factory=DataAxes)
     context: ContextAxis = field(default_factory=ContextAxis)
     sequence: SequenceAxis = field(default_factory=SequenceAxis)
-    # The loss that steps are normalized for; ``None`` where the model keeps its own.
+    # The loss for which steps are normalized; ``None`` if the model keeps its own loss.
     loss: StepLoss | None = None
-    # Takes out of the model what makes it compute with other ranks; see :mod:`.snapshot`.
+    # Removes everything from the model that makes it compute with other ranks; see :mod:`.snapshot`.
     restore: Undo | None = None
-    steps: int = 0  # how many training steps have begun
-    compiled: bool | str = False  # how its layers are compiled now, as :attr:`Options.compile` says
-    # Whether the optimizer loses no small updates of 16-bit weights.
+    steps: int = 0  # number of training steps that have begun
+    compiled: bool | str = (
+        False  # how the layers are compiled now; values are those of :attr:`Options.compile`
+    )
+    # Whether the optimizer preserves small updates of 16-bit weights.
     keeps_small_updates: bool = False
     adapters: AdapterAxis | None = None
     streams: RandomAxis | None = None
-    observer: PassObserver | None = None  # what an optimizer measures of training passes
+    observer: PassObserver | None = None  # an optimizer's measurements of training passes
     # The id of the run, stored in its saved states; empty before it saves or loads one.
     run: str = ""
-    stored_layout: Any = None  # the latest stream's tensors, and how transformers stores them
+    stored_layout: Any = (
+        None  # cache: the latest weight stream's tensors, and how transformers stores them
+    )
 
     def __post_init__(self) -> None:
         self.executor, self.contents = Executor(self), ModuleContents(self.model)
         self._live = LiveParameters(self.model, self.contents)
-        self._planned = self.plan  # without what has joined the model since
+        self._planned = self.plan  # the plan without parameters that were added later
         self._parts_seen = self.parts
         self._implementing = dict[str, tuple[Part, ...]]()  # hook -> the parts that implement it
         planned = self.plan.feature(OwnLossPlan)
@@ -334,7 +353,7 @@ class Runtime:
             self.loss = OwnLoss(planned, class_name(self.model))
 
     def named_buffers(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield the model's buffers, with the names that all ranks have for them, and this rank's."""
+        """Yield the model's buffers, each with its common name on all ranks and its name on this rank."""
         names = {} if self.adapters is None else self.adapters.buffer_names()
         for name, buffer in self.model.named_buffers():
             yield names.get(name, name), name, buffer
@@ -342,20 +361,22 @@ class Runtime:
     def attach(self) -> None:
         """Set this runtime as an attribute of the model, where :func:`find_runtime` finds it."""
         setattr(self.model, _ATTRIBUTE, self)
-        self._live.by_name()  # by their stock names, whatever stock code makes of its modules later
+        self._live.by_name()  # record stock names now, before stock code changes modules
 
     def called_by(self, model: nn.Module) -> None:
-        """Note a module around the model, in one process, where its parameters are trained and counted as well."""
+        """Record ``model``, a module around the runtime's model; in one process, its parameters are then trained and
+        counted.
+        """
         if self.mesh.layout.total_size == 1:
             self._live.look_around(model)
 
     @property
     def around_it(self) -> nn.Module:
-        """The outermost module that a caller has given in place of the model, or the model itself."""
+        """Return the outermost module that a caller has passed in place of the model, or the model itself."""
         return self._live.outermost
 
     def latecomers(self) -> tuple[str, ...]:
-        """Return the names of parameters that joined the model since it was planned; in one process alone."""
+        """Return the names of parameters that were added to the model after planning; only in one process."""
         if self.mesh.layout.total_size > 1:
             return ()
         self.live_parameters()
@@ -369,7 +390,7 @@ class Runtime:
 
     def parts_with(self, hook: Hook) -> tuple[Part, ...]:
         """Return the parts whose class implements a hook of :class:`Part`, in order: few of them, for most hooks."""
-        if self._parts_seen is not self.parts:  # stock code has taken one out
+        if self._parts_seen is not self.parts:  # stock code has removed a part
             self._parts_seen = self.parts
             self._implementing.clear()
         name = hook.__name__
@@ -397,7 +418,7 @@ class Runtime:
             return self.executor.run(model, batches, objective, backward)
 
     def local_view(self, module: str) -> str | None:
-        """Describe in words which tokens a hook on a module sees in this pass; ``None``: all of them."""
+        """Describe the tokens that a hook on a module reads in this pass; ``None``: all tokens."""
         return next(
             (seen for part in self.parts if (seen := part.local_view(module)) is not None), None
         )
@@ -407,18 +428,18 @@ class Runtime:
         return math.prod(part.loss_factor(self) for part in self.parts_with(Part.loss_factor))
 
     def sum_of_shares(self, total: Tensor) -> Tensor:
-        """All-reduce a step's loss in place over the ranks that have a term of it, and over pipeline stages."""
+        """All-reduce a step's loss in place over the ranks that have a term of the loss, and over pipeline stages."""
         for group in (*self.mesh.loss_groups, *self.mesh.groups("pp")):
             dist.all_reduce(total, group=group)
         return total
 
     def parameters(self) -> list[tuple[ParameterPlan, Tensor]]:
         """Return every owned parameter that this rank holds, with its plan, in plan order."""
-        self.data.release()  # or weights that FSDP2 has gathered would be returned instead of shards
+        self.data.release()  # otherwise, gathered weights would be returned instead of FSDP2's shards
         live = self.live_parameters()
         held = self.plan.local_names(self.mesh.pp_rank)
         here = [planned for planned in self.plan.owned() if planned.name in held]
-        if self.mesh.layout.total_size == 1:  # stock code may have taken modules out
+        if self.mesh.layout.total_size == 1:  # stock code may have removed modules
             here = [planned for planned in here if held[planned.name] in live]
         return [(planned, live[held[planned.name]]) for planned in here]
 
@@ -430,26 +451,30 @@ class Runtime:
         return live
 
     def _plan_anew(self, live: Mapping[str, nn.Parameter]) -> None:
-        """Plan what stock code has put into the model of one process, and leave out what it has taken out of it."""
+        """Update the plan of a model in one process: add parameters that stock code has added, and drop removed
+        features.
+        """
         for part in self.parts:
             if (rest := part.plan_without(self, live)) is not None:
                 self.parts = tuple(other for other in self.parts if other is not part)
-                self.adapters = None  # the one feature that stock code takes out
+                self.adapters = None  # the only feature that stock code removes
                 self._planned = rest
         self.plan = with_latecomers(self._planned, live)
 
     def forget_parameters(self) -> None:
-        """Hold no parameters any more, once the model is taken apart."""
+        """Drop all references to parameters, after the model was disassembled."""
         self._live.forget()
 
     @property
     def shares_casts(self) -> bool:
-        """Return whether microbatches in flight share one low-precision copy of each weight; FSDP2 makes its own."""
+        """Return whether microbatches in flight share one low-precision copy of each weight (FSDP2 makes its own
+        copies).
+        """
         staged = self.plan.stages is not None and self.mesh.data_world == 1
         return staged and self.options.mixed_precision != "no" and not self.options.casts_parameters
 
     def counts(self, planned: ParameterPlan) -> bool:
-        """Return whether this rank's stage is the one that counts an owned parameter; others may hold a copy."""
+        """Return whether this rank's stage counts an owned parameter; other stages may hold a copy of the parameter."""
         return self.plan.primary_rank(planned.name) == self.mesh.pp_rank
 
     def is_local(self, name: str) -> bool:
@@ -458,12 +483,14 @@ class Runtime:
 
 
 def runtime_of(model: nn.Module) -> Runtime:
-    """Return the runtime of a model that hfscale parallelized, through any wrapper; refuse other models."""
+    """Return the runtime of a model that hfscale parallelized, through any wrapper; raise :class:`ConfigError` for
+    other models.
+    """
     runtime = find_runtime(model)
     if runtime is None and not hasattr(model, "config"):
         raise ConfigError(
-            f"{class_name(model)} is no model of transformers, and others are not parallelized: leave it out here, and "
-            "move it to the device yourself; over ranks, average its gradients in the loop"
+            f"{class_name(model)} is no model of transformers, and hfscale parallelizes only those: leave it out of "
+            "this call, and move it to the device yourself; over ranks, average its gradients in the loop"
         )
     if runtime is None:
         raise ConfigError(

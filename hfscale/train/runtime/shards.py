@@ -25,7 +25,9 @@ def like_sharded(share: Tensor, other: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors inside a tensor, by torch's ``__tensor_flatten__``; a plain tensor is its own."""
+    """Return the plain tensors inside a tensor, by torch's ``__tensor_flatten__``; for a plain tensor, the tensor
+    itself.
+    """
     if isinstance(tensor, DTensor):
         return memory_of(tensor.to_local())
     parts = getattr(tensor, "__tensor_flatten__", None)
@@ -33,13 +35,15 @@ def memory_of(tensor: Tensor) -> list[Tensor]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return the plain tensor this rank holds of a parameter or gradient."""
+    """Return this rank's shard of a parameter or gradient as a plain tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager
 def gradients_aside(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Add the gradients of the `with` block to earlier ones, in their memory, at its end; drop them if it fails."""
+    """Add the gradients of the ``with`` block in place to earlier gradients at its end; drop them if the block
+    fails.
+    """
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
@@ -60,7 +64,7 @@ def gather_full(
     cuts: Sequence[Cut],
     mesh: Mesh,
 ) -> Tensor:
-    """Return the full tensor, of ``shape``, that was cut by ``cuts``, in this order, into ``share``; no autograd."""
+    """Return the full tensor of ``shape`` whose shard, by ``cuts`` in this order, is ``share``; no autograd."""
     whole = share.detach()
     for done in reversed(range(len(cuts))):
         cut = cuts[done]
@@ -86,14 +90,14 @@ class LocalWeights:
     """Hold this rank's shards of all weights between loading, or removal from the model, and installation into it."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)  # by owned name
-    # the additional tensors of quantized weights: module, parameter name, and this rank's shard; or the parameter
-    # itself, if it is of a bitsandbytes class
+    # the additional tensors of quantized weights: module, parameter name, and this rank's shard, or the parameter
+    # itself if it has a bitsandbytes class
     quantized: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
-    plan: Plan | None = None  # the plan that the loaded checkpoint has made exact
+    plan: Plan | None = None  # the plan, corrected by the loaded checkpoint
 
     def numbers_besides(self, lacking: Collection[str]) -> dict[str, Tensor]:
-        """Return shards without those that are ``lacking`` values still, and without quantized ones, whose bytes may
-        lie in a type of floating-point numbers.
+        """Return the shards except those that still lack values (``lacking``) and quantized shards, whose bytes may be
+        stored in a floating-point dtype.
         """
         skipped = {*lacking, *(() if self.plan is None else self.plan.quantized_weights)}
         return {name: tensor for name, tensor in self.tensors.items() if name not in skipped}

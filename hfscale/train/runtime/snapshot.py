@@ -1,8 +1,8 @@
-"""Undo the installation of parts into a model, keeping its modules and wrappers that others have added since.
+"""Undo the installation of parts into a model, but keep its modules, and wrappers that other code has added since.
 
-A model computes with other ranks by means of hooks, replaced ``forward`` functions, replaced classes and attributes
-with local values. They are recorded as the difference between two snapshots of the model, so the installing code need
-not know how to undo itself. Changes that others made in the meantime stay.
+A model computes with other ranks by hooks, replaced ``forward`` functions, replaced classes, and attributes with local
+values. These changes are recorded as the difference between two snapshots of the model, so the installing code needs no
+code to undo its changes. Later changes by other code stay.
 """
 
 from collections.abc import Callable, Collection
@@ -18,17 +18,17 @@ _Look = list[tuple[nn.Module, type, dict[str, Any], dict[str, set[Any]]]]
 
 
 class _Missing:
-    """Mark an attribute that did not exist; a class, since a deep copy keeps classes as they are."""
+    """Mark an attribute that did not exist; this is a class because a deep copy does not copy classes."""
 
 
 @dataclass
 class Undo:
-    """Revert changes to modules when called. A deep copy of a model takes its copy with it."""
+    """Revert changes to modules when called. A deep copy of a model contains a copy for the copied modules."""
 
-    changes: _Look  # per module: the module, its class, attributes as they were, and hooks that were added
+    changes: _Look  # per module: the module, its original class and attributes, and the added hooks
 
     def __call__(self) -> None:
-        """Put classes and attributes back, and remove hooks."""
+        """Restore classes and attributes, and remove hooks."""
         for module, kind, changed, added in self.changes:
             if type(module) is not kind:
                 forget_composed(module)
@@ -44,7 +44,7 @@ class Undo:
                     held.pop(key, None)
 
     def touches(self, modules: Collection[nn.Module]) -> bool:
-        """Return whether anything but FSDP2's marks was changed in one of ``modules``."""
+        """Return whether anything except FSDP2's marks was changed in one of ``modules``."""
         return any(
             module in modules
             and (type(module) is not kind or changed.keys() - MARKS or any(added.values()))
@@ -53,7 +53,9 @@ class Undo:
 
 
 def watch(model: nn.Module) -> Callable[[], Undo]:
-    """Take a snapshot of ``model``; the returned function takes another, and returns the difference's :class:`Undo`."""
+    """Take a snapshot of ``model``; the returned function takes a second snapshot, and returns an :class:`Undo` for the
+    difference.
+    """
     before = _look(model)
 
     def stop() -> Undo:
@@ -79,7 +81,7 @@ def _look(model: nn.Module) -> _Look:
     looks = []
     left_out = {*HOOKS, *CONTENTS}
     for module in model.modules():
-        # Parameters, buffers and submodules are put back by the code that takes the model apart.
+        # Parameters, buffers and submodules are restored by the code that disassembles the model.
         attributes = {name: value for name, value in vars(module).items() if name not in left_out}
         hooks = {name: set(module.__dict__[name]) for name in HOOKS if module.__dict__.get(name)}
         looks.append((module, type(module), attributes, hooks))

@@ -1,4 +1,4 @@
-"""Coordinate all ranks: arrive together, fail together, and write files or none at all."""
+"""Coordinate all ranks of a save: wait for all ranks, fail together, and write either all files or none."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from ...errors import CheckpointError, ConfigError, HFScaleError, RankFailedErro
 
 _log = logging.getLogger(__name__)
 _saves: list[None] = []  # one entry per running save of this process
-# Calls a function and returns its result, or keeps its exception and returns ``None``.
+# A function that calls another function and returns its result, or stores its exception and returns ``None``.
 Attempt = Callable[..., Any]
 _Result = TypeVar("_Result")
 
@@ -29,7 +29,9 @@ def is_writer(mesh: Mesh) -> bool:
 
 
 def everyone_arrives(mesh: Mesh, timeout: timedelta, call: str) -> None:
-    """Wait for every rank to make the same ``call``; raise :class:`CheckpointError` if one is late by ``timeout``."""
+    """Wait for every rank to make the same ``call``; raise :class:`CheckpointError` if a rank does not make it within
+    ``timeout``.
+    """
     if mesh.control is None:
         return
     try:
@@ -52,18 +54,18 @@ def saving() -> Iterator[None]:
 
 
 def is_saving() -> bool:
-    """Return whether a save is running in any thread; code that ends the process waits for it."""
+    """Return whether a save is running in any thread; code that ends the process waits for the save."""
     return bool(_saves)
 
 
 @contextmanager
 def all_or_none(mesh: Mesh | None, what: str) -> Iterator[None]:
-    """Let an exception on one rank end the `with` block on every rank of ``mesh`` (``None``: this process alone).
+    """Let an exception on one rank end the ``with`` block on every rank of ``mesh`` (``None``: only this process).
 
-    The rank that failed reports it in its next :meth:`Mesh.all_gather_object`; the others learn of it in theirs, at the
-    latest at the end of the block. So ranks must not wait for each other in any other way inside the block. Every rank
-    raises a :class:`CheckpointError` of ``what``, the ranks that failed and the reasons; if all fail with the same
-    hfscale error, its own.
+    The failed rank reports its exception in its next :meth:`Mesh.all_gather_object`, and the other ranks receive it in
+    the same call, at the latest at the end of the block. So ranks must not wait for each other in any other way inside
+    the block. Every rank raises a :class:`CheckpointError` with ``what``, the failed ranks and the reasons. If all
+    ranks fail with the same hfscale error, each rank raises that error.
     """
     failure: Exception | None = None
     try:
@@ -75,7 +77,7 @@ def all_or_none(mesh: Mesh | None, what: str) -> Iterator[None]:
         and failure.everywhere
         and not isinstance(failure, RankFailedError)
     ):
-        raise failure  # from a nested block: all ranks have it already
+        raise failure  # from a nested block, so all ranks already have the failure
     told, alike = (
         (str(failure), False)
         if isinstance(failure, RankFailedError)
@@ -97,8 +99,9 @@ def sum_or_raise(
     refused: Exception | None,
     elsewhere: str,
 ) -> list[int]:
-    """Sum numbers over ``group`` in one all-reduce over gloo; collective. A rank with an error ``refused`` raises it,
-    and all others a :class:`ConfigError` of the words ``elsewhere``, where ``{}`` is the number of those with one.
+    """Sum numbers over ``group`` in one all-reduce over gloo; collective. A rank with an error ``refused`` raises this
+    error. All other ranks raise a :class:`ConfigError` with the text ``elsewhere``, in which ``{}`` is replaced by the
+    number of ranks with an error.
     """
     refusing, *counts = int(refused is not None), *numbers
     if group is not None:
@@ -113,7 +116,9 @@ def sum_or_raise(
 
 
 def _share_failure(mesh: Mesh | None, failure: str) -> tuple[str, bool]:
-    """Send this rank's ``failure`` to all ranks; return the failure of any rank, and whether all have the same."""
+    """Send this rank's ``failure`` to all ranks; return one rank's failure, and whether all ranks have the same
+    failure.
+    """
     if mesh is None or mesh.control is None:
         return failure, True
     try:
@@ -121,7 +126,7 @@ def _share_failure(mesh: Mesh | None, failure: str) -> tuple[str, bool]:
     except RankFailedError as heard:
         alike = list(heard.failures.values()) == [failure] * mesh.layout.total_size
         return (failure if alike else str(heard)), alike
-    except Exception as lost:  # the connection to a rank
+    except Exception as lost:  # for example, a lost connection to a rank
         return failure or in_words(lost), False
     return "", True
 
@@ -132,7 +137,9 @@ def plainly(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str:
-    """Return the name of the first tensor with NaN or infinity, or ``""``: one read of each, no extra memory."""
+    """Return the name of the first tensor with NaN or infinity, or ``""``; reads each tensor once, without extra
+    memory.
+    """
     finite: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel():
@@ -149,22 +156,22 @@ def warn_of_not_finite(mesh: Mesh, name: str, where: str) -> None:
     unreadable = next(filter(None, mesh.all_gather_object(name)), None)
     if unreadable and is_writer(mesh):
         _log.warning(
-            "%s has NaN or infinity in %s: every loss from there is NaN, so use an earlier one",
+            "%s has NaN or infinity in %s: every loss computed from it is NaN, so resume from an earlier save",
             where,
             unreadable,
         )
 
 
 class Staging:
-    """Hold a directory that is being written."""
+    """Hold a directory while its files are written."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path  # where to write; it exists, for every rank
+        self.path = path  # the directory for the files; it exists for every rank
         self.failure: Exception | None = None  # the first exception on this rank
 
     def attempt(self, work: Callable[..., _Result], *arguments: object) -> _Result | None:
-        """Return ``work(*arguments)``; ``None`` if it fails or something has failed before. A rank that others wait for
-        so continues with the collectives that follow, and reports its failure at the end.
+        """Return ``work(*arguments)``, or ``None`` if it fails or if an earlier attempt has failed. A rank for which
+        other ranks wait thus continues with the following collectives, and reports its failure at the end.
         """
         if self.failure is None:
             try:
@@ -178,12 +185,12 @@ class Staging:
 def atomic_directory(
     directory: Any, mesh: Mesh | None = None, *, stale: Sequence[str] = ()
 ) -> Iterator[Staging]:
-    """Write files to a temporary directory inside the `with` block, and move them to ``directory`` if no rank failed.
+    """Write files to a temporary directory inside the ``with`` block, and move them to ``directory`` if no rank failed.
 
-    Collective over ``mesh`` (``None``: this process alone), whose first rank makes the directory and moves it
-    (:mod:`hfscale.distributed.files.replace`). A rank may raise in the block if no other rank waits for it there;
-    otherwise it uses :meth:`Staging.attempt`. Existing files that match ``stale`` are deleted, others stay; after a
-    failure, which every rank raises, the directory is as it was before.
+    Collective over ``mesh`` (``None``: this process alone), whose first rank creates the directory and moves it
+    (:mod:`hfscale.distributed.files.replace`). A rank may raise in the block only if no other rank waits for it in the
+    block; otherwise it must use :meth:`Staging.attempt`. Existing files that match ``stale`` are deleted, and all other
+    files stay. After a failure, every rank raises, and the directory is unchanged.
     """
     target = target_of(directory)
     staging = Staging(target)
@@ -199,7 +206,7 @@ def atomic_directory(
             if staging.failure is not None:
                 raise staging.failure
             if mesh is not None:
-                mesh.all_gather_object(None)  # every rank is done
+                mesh.all_gather_object(None)  # wait until every rank is done
             if new is not None:
                 new.commit(stale)
         finally:

@@ -254,7 +254,9 @@ def test_adapters_by_stock_peft_are_refused_over_ranks(
     pools: Pools, tmp_path: Path, sizes: dict[str, Any], kind: str
 ) -> None:
     for words in pools(2).run(_by_stock_peft, _start(tmp_path), sizes, kind):
-        assert "would take this rank's part for all of it: call hfscale.get_peft_model" in words
+        assert (
+            "would treat this rank's shards as the full model: call hfscale.get_peft_model" in words
+        )
 
 
 def test_a_state_with_adapters_fits_no_model_without(tmp_path: Path) -> None:

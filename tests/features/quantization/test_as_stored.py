@@ -502,7 +502,7 @@ def test_what_files_say_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     write(CONFIGS["llama"], way, tmp_path / "stored", tmp_path / "plain")
     model = adapted(tmp_path, "llama", {}, packed=True)
     assert (
-        "1 weights that are stored quantized cannot stay so and are read as plain values (lm_head.weight"
+        "1 weights that are stored quantized cannot stay quantized and are dequantized (lm_head.weight"
         in caplog.text
     )
     quantized = runtime_of(model).plan.quantized
@@ -517,7 +517,7 @@ def test_what_files_say_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     way = Written(WRITTEN["fp8"].description, fp8((16, 32)), lambda name: name == "lm_head.weight")
     write(CONFIGS["llama"], way, tmp_path / "head", tmp_path / "head_plain")
     with pytest.raises(
-        CheckpointError, match="none of the 1 weights that are stored quantized can stay so"
+        CheckpointError, match="none of the 1 weights that are stored quantized can stay quantized"
     ):
         hfscale.from_pretrained(
             tmp_path / "head", quantization_config="as_stored", peft_config=lora("llama")

@@ -131,7 +131,7 @@ def test_masks_go_on_from_stocks_in_one_process(
         shutil.copyfile(checkpoint / "rng_state.pth", checkpoint / f"rng_state_{process}.pth")
     (checkpoint / "rng_state.pth").unlink()
     run(resumed, start, str(tmp_path / "again"), {})
-    assert "RNG states of 2 processes, which are not taken up" in caplog.text
+    assert "RNG states of 2 processes, which are ignored" in caplog.text
 
 
 def test_averages_of_rows_and_columns_are_cut(pools: Pools, start: str, tmp_path: Path) -> None:

@@ -176,7 +176,9 @@ def test_a_first_save_that_was_stopped_is_begun_again(tmp_path: Path, caplog: An
     assert resumed_from(True, tmp_path, mesh) is None
     (tmp_path / "checkpoint-2").rename(tmp_path / ".incomplete")
     assert resumed_from(True, tmp_path, mesh) is None
-    assert caplog.text.count("has no complete checkpoint, its first save was interrupted") == 2
+    assert (
+        caplog.text.count("has no complete checkpoint, because its first save was interrupted") == 2
+    )
 
 
 def test_rotation_keeps_whole_checkpoints_and_those_of_other_runs(

@@ -208,7 +208,7 @@ def test_a_hook_that_sees_a_part_is_named_once(
         else:
             assert len(said) == 1, said
             assert (
-                f"a hook on {where}, like others of its kind, reads and changes only this rank's part"
+                f"a hook on {where}, and any similar hook, reads and changes only this rank's part"
                 in said[0]
             )
             assert seen in said[0]
@@ -294,7 +294,7 @@ def test_another_type_behind_a_pass_is_refused_where_data_ranks_shard(pools: Poo
     for said in pools(2).run(retyped):
         for message in said:
             assert (
-                "was given another type (torch.bfloat16) behind a pass, and over dp_shard2"
+                "was converted to another dtype (torch.bfloat16) after a forward pass, but over dp_shard2"
                 in message
             )
             assert "call model.to(...) before the first pass" in message

@@ -265,5 +265,5 @@ def test_what_cannot_follow_is_refused(
         assert "make the optimizer after hfscale.merge_and_unload" in told["merged"]
         assert "tp_size" not in layout or "which is (67, 32)" in told["factors"]
         assert "got one on lm_head.weight: register it after parallelize" in told["hook"]
-        assert "none is its own" in told["strange"]
-        assert "none is its own" in told["prepared"]
+        assert "none of which belongs to the model" in told["strange"]
+        assert "none of which belongs to the model" in told["prepared"]
