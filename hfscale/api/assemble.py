@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .._compat.torch import allow_recompiles, undo_compile
-from ..checkpoint import save_pretrained
+from ..checkpoint.save import save_pretrained
 from ..config.options import Options
 from ..distributed.mesh import Mesh
 from ..distributed.ops.fused import is_fused
@@ -28,15 +28,16 @@ from ..features.prediction.part import MultiTokenPrediction
 from ..features.prediction.plan import plan_prediction
 from ..features.quantization.part import Quantization
 from ..features.towers.plan import plan_towers
-from ..parallel.context import ContextParallel
+from ..parallel.context.part import ContextParallel
 from ..parallel.context.plan import plan_context
-from ..parallel.data import DataParallel
+from ..parallel.data.part import DataParallel
 from ..parallel.data.plan import plan_data
-from ..parallel.experts import ExpertParallel, ExpertRouting, RouteReplay
+from ..parallel.experts.part import ExpertParallel, ExpertRouting
 from ..parallel.experts.plan import plan_experts
+from ..parallel.experts.replay import RouteReplay
 from ..parallel.pipeline.part import PipelineStages
 from ..parallel.pipeline.plan import plan_pipeline
-from ..parallel.tensor import RandomStreams, TensorParallel, VocabularyLoss
+from ..parallel.tensor.part import RandomStreams, TensorParallel, VocabularyLoss
 from ..parallel.tensor.plan import plan_own_loss, plan_tensor, plan_vocabulary
 from ..parallel.tensor.sequence.plan import plan_sequence
 from ..plan import Plan

@@ -22,8 +22,7 @@ from .._compat.torch import (
 )
 from .._compat.transformers.added_layers import AddedLayers
 from .._compat.transformers.classes import built_or_explained, class_name, empty_copy, from_config
-from ..checkpoint import load_pretrained
-from ..checkpoint.load import materialize_buffers
+from ..checkpoint.load import load_pretrained, materialize_buffers
 from ..checkpoint.merged import plan_as_stored
 from ..checkpoint.stored_forms.scheme import StoredForm, split_stored_form
 from ..config.options import Options
@@ -34,7 +33,7 @@ from ..errors import ConfigError
 from ..features.quantization.quantized_modules import plan_quantized
 from ..parallel.pipeline.placeholders import drop_other_stages
 from ..parallel.pipeline.run import stage_places
-from ..parallel.tensor import cut_parameters
+from ..parallel.tensor.part import cut_parameters
 from ..plan import Plan
 from ..plan.quantized import AS_STORED
 from ..train.runtime.initialize import initialize_local_weights

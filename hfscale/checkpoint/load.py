@@ -37,7 +37,7 @@ from ..features.adapters import by_peft
 from ..features.quantization.arrival import Quantizing, split_quantized
 from ..features.quantization.quantized_modules import hold_quantized
 from ..parallel.pipeline.placeholders import drop_other_stages
-from ..parallel.tensor import cut_parameters
+from ..parallel.tensor.part import cut_parameters
 from ..plan import Plan
 from ..train.runtime import runtime_of
 from ..train.runtime.parameter_names import put_buffer, put_parameter

@@ -17,7 +17,7 @@ from .._compat.transformers.classes import (
 from .._compat.transformers.computing import uses_flash_attention
 from ..errors import ConfigError
 from ..plan.feature_plans import ROUTES
-from .guards import before_step, check_model
+from .guards.part import before_step, check_model
 from .packed_rows.facts import refuse_lengths_alone, tell_of_numbers, with_document_lengths
 from .packed_rows.guard import check_counted
 from .runtime import Batch, Part, Runtime, StepLoss

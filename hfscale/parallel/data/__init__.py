@@ -1,4 +1,1 @@
 """Shard and replicate a model over the data axes: FSDP2 over ``dp_shard``, HSDP with ``dp_replicate``, applied last."""
-
-from .part import DataParallel
-from .shard import set_gradient_sync
