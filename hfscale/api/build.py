@@ -34,11 +34,7 @@ from ..features.adapters import (
 )
 from ..features.added_layers import asked_for
 from ..features.precision.liger_kernels import check_kernels
-from ..features.quantization.quantized_modules import (
-    check_quantization,
-    check_trainable,
-    split_quantization,
-)
+from ..features.quantization.plan import check_quantization, check_trainable, split_quantization
 from ..plan import Plan
 from ..train.runtime import find_runtime, runtime_of
 from ..train.runtime.handover import Replaced

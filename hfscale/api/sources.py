@@ -30,7 +30,7 @@ from ..config.parallel import ParallelConfig
 from ..config.schedules import schedule_of
 from ..distributed.mesh import Mesh
 from ..errors import ConfigError
-from ..features.quantization.quantized_modules import plan_quantized
+from ..features.quantization.plan import plan_quantized
 from ..parallel.pipeline.placeholders import drop_other_stages
 from ..parallel.pipeline.run import stage_places
 from ..parallel.tensor.part import cut_parameters

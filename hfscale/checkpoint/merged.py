@@ -25,7 +25,7 @@ from ..distributed.files.dequantized import DequantizedOnDisk
 from ..distributed.files.reader import PartOnDisk, TensorOnDisk
 from ..distributed.files.stored_rows import Source
 from ..errors import CheckpointError, ConfigError
-from ..features.quantization.quantized_modules import packable
+from ..features.quantization.plan import packable
 from ..plan import ParameterPlan, Plan
 from ..plan.cut import Spans, share_spans
 from ..plan.quantized import QuantizedPlan

@@ -90,6 +90,10 @@ def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss)
             f"a step needs 'labels' in every batch, and found only {', '.join(batch)}"
         )
     _check_names(batch, names, takes_more or not loss.needs_labels)
+    if batch.get(ROUTES) is not None and not runtime.plan.mixtures:
+        raise ConfigError(
+            f"{class_name(runtime.model)} has no mixtures of experts, so it takes no routes: leave them out"
+        )
     for name, value in batch.items():
         _check_value(name, value, runtime.mesh.device)
     if batch.get("logits_to_keep"):

@@ -68,10 +68,6 @@ def check_kernels(
 class LigerKernels(Part):
     """Install Liger's kernels as a part, if the user requested them."""
 
-    def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether the user requested the kernels."""
-        return runtime.options.use_liger_kernel is not False
-
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install the kernels, before block edges and recomputation are installed around the modules."""
         asked: Any = runtime.options.use_liger_kernel

@@ -65,12 +65,6 @@ class ParameterCasts(Part):
     otherwise only projections in stages have copies, of which autocast would make one for each microbatch.
     """
 
-    def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether this part makes copies."""
-        return runtime.shares_casts or (
-            runtime.options.casts_parameters and runtime.mesh.data_world == 1
-        )
-
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Wrap the forward of modules, inside of block edges; all where all is cast: recomputation may call any."""
         model = runtime.model
@@ -187,10 +181,6 @@ class LossScaling(Part):
         self.skipped = 0
         self.overflowed = False
         self._within = False
-
-    def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether activations are computed in float16."""
-        return runtime.options.mixed_precision == "fp16"
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Refuse, by a hook, training passes outside of steps, whose loss would not be scaled."""

@@ -49,10 +49,6 @@ class MultiTokenPrediction(Part):
         self._step: Tensor | None = None  # loss, hits and labels of each depth in the current step
         self._latest: Tensor | None = None  # those of the last step, over all ranks
 
-    def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether the plan has such layers."""
-        return runtime.plan.feature(PredictionPlan) is not None
-
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install hooks on the rank that has the layers, once its head has its loss."""
         planned = runtime.plan.feature(PredictionPlan)

@@ -10,7 +10,7 @@ from ..._compat.transformers.prediction import PREDICTION
 from ...models.fields import text_config
 from ...plan.batch_fields import BatchField
 from ...plan.contents import Feature, PlanContents
-from ...plan.drafting.draft import Draft
+from ...plan.drafting.draft import Draft, Planned
 from .look_ahead import IDS, TARGETS, look_ahead
 
 
@@ -79,3 +79,8 @@ def plan_prediction(draft: Draft) -> None:
     draft.features.append(
         PredictionPlan(tuple(draft.added_layers), tuple(last[kind] for kind in wanted), text)
     )
+
+
+def predicts_ahead(model: Planned) -> bool:
+    """Return whether there are layers of multi-token prediction."""
+    return model.plan.feature(PredictionPlan) is not None

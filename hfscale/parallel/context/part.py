@@ -41,10 +41,6 @@ class ContextParallel(Part, ContextAxis):
         # Where a recomputed layer has to know its own.
         self._passes: ForwardPasses[CutBatch | None] | None = None
 
-    def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether there are context ranks."""
-        return runtime.mesh.layout.cp > 1
-
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Replace the model's attention; its other modules run unchanged."""
         group = runtime.mesh.group("cp")

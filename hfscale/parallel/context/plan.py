@@ -14,7 +14,7 @@ from ...models.fields import HEAD_FIELDS, first_count, text_config
 from ...models.module_kinds import is_tokenwise
 from ...models.names import wild_name
 from ...plan.context_plan import ContextPlan
-from ...plan.drafting.draft import Draft
+from ...plan.drafting.draft import Draft, Planned
 from ...plan.drafting.text_model import find_text_model, other_inputs
 from ...plan.sequence_split import heads_fit
 from .cut_batch import CUT_INSIDE
@@ -185,3 +185,8 @@ def _share_out_heads(draft: Draft, size: int, heads: int, keys: int) -> int:
             "and they do not divide evenly: use cp_method='gather' or 'ring'"
         )
     return 1
+
+
+def cuts_sequences(model: Planned) -> bool:
+    """Return whether context ranks hold parts of the same sequences."""
+    return model.plan.layout.cp > 1

@@ -29,10 +29,6 @@ class ExpertRouting(Part):
         # the routing of all mixtures; ``None`` where there are none, or only stock ones
         self.routing: Routing | None = None
 
-    def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether the model has experts, or a router of its own."""
-        return bool(runtime.plan.mixtures) or hasattr(runtime.model.config, "output_router_logits")
-
     @property
     def masks_padding(self) -> bool:  # type: ignore[override]
         """Return whether routing reads the padding mask, since padding does not count in balancing."""

@@ -9,7 +9,7 @@ from ...config.parallel import ParallelConfig
 from ...models.module_kinds import holds_experts
 from ...models.names import wild_name
 from ...plan.cut import Cut, cut_shape
-from ...plan.drafting.draft import Draft
+from ...plan.drafting.draft import Draft, Planned
 from ...plan.modules import ExpertsPlan
 from ...plan.parameter import data_cut
 
@@ -65,3 +65,13 @@ def expert_cuts(
         local = cut_shape(shape, cuts, {})
         by_rows = local[0] % shards != 0 and local[1] % shards == 0
     return [*cuts, *data_cut(layout, spread=True, dim=1 if by_rows else 0)]
+
+
+def has_mixtures(model: Planned) -> bool:
+    """Return whether layers have experts."""
+    return bool(model.plan.mixtures)
+
+
+def has_routers(model: Planned) -> bool:
+    """Return whether the model has experts, or may return the logits of a router."""
+    return has_mixtures(model) or hasattr(model.model.config, "output_router_logits")
