@@ -28,7 +28,7 @@ from ..train.guards import replicas
 from ..train.guards.part import as_built
 from ..train.runtime import Runtime, runtime_of, writing
 from ..train.runtime.full_tensors import full_tensors, tensors_to_save
-from .carried import carried_tensors, copy_files, copy_tensors
+from .copied import carried_tensors, copy_files, copy_tensors
 from .stored_forms.encoding import QuantizedAgain, quantized_again
 from .stored_forms.scheme import describe_form
 

@@ -1,7 +1,7 @@
 """A frozen base model in 4 or 8 bits, in any layout (QLoRA, Dettmers et al. 2023; LLM.int8(), Dettmers et al. 2022).
 
-``quantization_config=BitsAndBytesConfig(...)`` is transformers' own. :mod:`.plan` chooses weights and checks them before
-any is read, :mod:`.arrival` quantizes them while they are loaded, and here they are read from their modules.
+``quantization_config=BitsAndBytesConfig(...)`` is transformers' own. :mod:`.plan` chooses weights, and checks them
+before any is read, :mod:`.arrival` quantizes them while they are loaded, and here they are read from their modules.
 """
 
 from collections.abc import Iterator

@@ -37,8 +37,6 @@ _TOKENS_ALONG = {
 }
 _AT_MARKED = {"deepstack_visual_embeds": "visual_pos_masks"}
 """Lists of tensors with a row for each token that a mask of whole sequences marks."""
-CUT_INSIDE = ("visual_pos_masks", "per_layer_inputs", *_AT_MARKED)
-"""Of what models of text are given besides embeddings where there are pictures, what can be cut."""
 _CUT_FIRST = ("labels", "shift_labels", ROUTES)
 _NO_TOKENS = (
     "use_cache",

@@ -17,8 +17,9 @@ from ...plan.context_plan import ContextPlan
 from ...plan.drafting.draft import Draft, Planned
 from ...plan.drafting.text_model import find_text_model, other_inputs
 from ...plan.sequence_split import heads_fit
-from .cut_batch import CUT_INSIDE
 
+_CUT_INSIDE = ("visual_pos_masks", "per_layer_inputs", "deepstack_visual_embeds")
+"""Of what models of text are given besides embeddings where there are pictures, what :mod:`.cut_batch` cuts."""
 _MANY = 8  # layers
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_heads")
 
@@ -43,7 +44,7 @@ def plan_context(draft: Draft) -> None:
     text = find_text_model(draft.model) or ""
     # Of the text model, besides embeddings.
     given = other_inputs(draft.modules[text]) if text else []
-    if uncut := [name for name in given if name not in CUT_INSIDE]:
+    if uncut := [name for name in given if name not in _CUT_INSIDE]:
         draft.problem(
             f"cp_size={size} does not fit {family!r}: its layers read towers' outputs from inputs that cannot be "
             f"sharded ({', '.join(uncut)}): use cp_size=1"

@@ -1,0 +1,101 @@
+"""Copy checkpoint contents that the stock class does not load: of draft layers, a tokenizer's files.
+
+transformers ignores such tensors, so a plain save would lose them, and with them speculative decoding. They do not
+train: a save copies them, one by one and unchanged, from the checkpoint that the model was loaded from.
+"""
+
+import logging
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .._compat.transformers.classes import class_name
+from ..distributed.files.directories import leads_out
+from ..distributed.files.reader import TensorOnDisk
+from ..distributed.files.sources import open_weights
+from ..distributed.files.writer import CheckpointWriter
+from ..errors import CheckpointError
+from .carried import carried_by
+from .stored_forms.forms import as_plain, in_the_file
+from .stored_forms.scheme import form_in
+
+_log = logging.getLogger(__name__)
+_SUFFIXES = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
+_WRITTEN = ("config.json", "generation_config.json", "adapter_config.json", "trainer_state.json")
+_MOST_NAMED = 3
+
+
+def carried_tensors(model: nn.Module, as_stored: bool = False) -> dict[str, TensorOnDisk]:
+    """Return the tensors to copy, by stored name, and log which; ``as_stored``: quantized ones with their scales."""
+    carried = carried_by(model)
+    if carried is None or not carried.names:
+        return {}
+    found = {
+        name: tensor for name, tensor in _source(carried.directory).items() if name in carried.names
+    }
+    lost = sorted(carried.names - found.keys())
+    if found:
+        _log.info(
+            "%d tensors that %s does not load are copied from %s as they are: %s",
+            len(found), class_name(model), carried.directory, _some(found),
+        )  # fmt: skip
+    if lost:
+        _log.warning(
+            "%d tensors that %s does not load are no longer in %s, so this checkpoint lacks them: %s",
+            len(lost), class_name(model), carried.directory, _some(lost),
+        )  # fmt: skip
+    if not as_stored:
+        return found
+    return {
+        name: source
+        for key, tensor in found.items()
+        for name, source in in_the_file(key, tensor).items()
+    }
+
+
+def stored_keys(model: nn.Module) -> list[str]:
+    """Return the names of all tensors of the checkpoint that a model was loaded from; none where it is gone."""
+    carried = carried_by(model)
+    return [] if carried is None else list(_source(carried.directory))
+
+
+def _source(directory: Path) -> dict[str, TensorOnDisk]:
+    with suppress(CheckpointError):  # a damaged source is as good as none
+        return as_plain(open_weights(directory), form_in(directory))
+    return {}
+
+
+def copy_tensors(tensors: Mapping[str, TensorOnDisk], writer: CheckpointWriter) -> None:
+    """Write tensors one at a time."""
+    for name, tensor in tensors.items():
+        writer.add(name, tensor[...])
+
+
+def copy_files(model: nn.Module, staging: Path, target: Path) -> None:
+    """Copy a tokenizer's, a processor's and custom code's files to ``staging``, unless there or in ``target``."""
+    carried = carried_by(model)
+    if carried is None or not carried.directory.is_dir():
+        return
+    for path in sorted(carried.directory.iterdir()):
+        wanted = (
+            path.suffix in _SUFFIXES
+            and path.name not in _WRITTEN
+            and not path.name.endswith(".index.json")
+        )
+        known = (staging / path.name).exists() or (target / path.name).exists()
+        if (
+            wanted
+            and path.is_file()
+            and not known
+            and not leads_out(path, carried.directory / "config.json")
+        ):
+            shutil.copyfile(path, staging / path.name)
+
+
+def _some(names: Any) -> str:
+    first = sorted(names)[:_MOST_NAMED]
+    return ", ".join(first) + (", ..." if len(names) > len(first) else "")
