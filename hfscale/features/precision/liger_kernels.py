@@ -41,8 +41,6 @@ def check_kernels(
     config's ``model_type``. Raise :class:`ConfigError` if the kernels are not installed, are not for this family or
     device, or would replace the loss.
     """
-    if asked is False:
-        return
     said = f"use_liger_kernel={asked!r}"
     if not is_installed():
         raise ConfigError(
