@@ -28,7 +28,7 @@ from ..features.prediction.plan import plan_prediction, predicts_ahead
 from ..features.quantization.plan import holds_quantized
 from ..features.towers.plan import plan_towers
 from ..parallel.context.plan import cuts_sequences, plan_context
-from ..parallel.data.plan import plan_data
+from ..parallel.data.plan import has_data_ranks, has_one_batch, plan_data
 from ..parallel.experts.plan import has_mixtures, has_routers, plan_experts
 from ..parallel.pipeline.plan import has_stages, plan_pipeline
 from ..parallel.tensor.plan import plan_own_loss, plan_tensor, plan_vocabulary
@@ -98,7 +98,8 @@ PARTS: dict[str, Callable[[Planned], bool]] = {
     "hfscale.parallel.experts.part:ExpertRouting": has_routers,
     "hfscale.parallel.experts.replay:RouteReplay": has_mixtures,
     "hfscale.features.prediction.part:MultiTokenPrediction": predicts_ahead,
-    "hfscale.parallel.data.part:DataParallel": _always,
+    "hfscale.parallel.data.part:DataParallel": has_data_ranks,
+    "hfscale.parallel.data.weights:UnshardedWeights": has_one_batch,
     "hfscale.features.fp8.part:Float8Gather": gathers_in_8_bits,
     "hfscale.features.quantization.part:Quantization": holds_quantized,
     "hfscale.features.precision.part:Autocast": computes_in_16_bits,

@@ -54,7 +54,7 @@ def check_kernels(
     known = switches_of_family(family)
     if known is None:
         raise ConfigError(f"{said}: Liger has no kernels for {family}: leave it out")
-    given = {} if asked is True else asked
+    given = asked if isinstance(asked, Mapping) else {}
     for name in given:
         if name not in known:
             others = ", ".join(kernel for kernel in known if kernel not in LOSSES)

@@ -8,10 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..._compat.transformers.packed_rows import documents_of, text_positions
-
-IDS = "mtp_input_ids"
-TARGETS = "mtp_labels"
-"""Arguments of a pass, ``[b, depths, s]``, which the stock model never sees."""
+from .plan import IDS, TARGETS
 
 
 def look_ahead(

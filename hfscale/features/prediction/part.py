@@ -27,8 +27,8 @@ from ...parallel.tensor.loss import LossTerm, VocabParallelLoss
 from ...train.runtime import Batch, Part, Runtime
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.shards import LocalWeights
-from .look_ahead import IDS, TARGETS, look_ahead
-from .plan import PredictionPlan
+from .look_ahead import look_ahead
+from .plan import IDS, TARGETS, PredictionPlan
 
 _LABELS = ("labels", "shift_labels")
 

@@ -11,7 +11,10 @@ from ...models.fields import text_config
 from ...plan.batch_fields import BatchField
 from ...plan.contents import Feature, PlanContents
 from ...plan.drafting.draft import Draft, Planned
-from .look_ahead import IDS, TARGETS, look_ahead
+
+IDS = "mtp_input_ids"
+TARGETS = "mtp_labels"
+"""Arguments of a pass, ``[b, depths, s]``, which the stock model never sees."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class PredictionPlan(Feature):
         shift: int,
     ) -> dict[str, Tensor]:
         """Return ids and targets further ahead, which may lie with another rank's tokens."""
+        from .look_ahead import look_ahead
+
         return look_ahead(batch, len(self.layers), shift)
 
     @property

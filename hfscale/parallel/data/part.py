@@ -1,7 +1,7 @@
 """Install the data axes."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from ...train.runtime.runtime import DataAxes
 from ...train.runtime.shards import LocalWeights
 from . import shard
 from .gradient_compression import Compressor, compresses, install_compression
+from .weights import install_local_weights
 
 
 class DataParallel(Part, DataAxes):
@@ -42,7 +43,7 @@ class DataParallel(Part, DataAxes):
         shard.apply_data_axes(model, plan, mesh, runtime.options)
         self._wrapped = shard.wrapped_modules(model)
         if weights is not None:
-            shard.install_local_weights(model, weights.tensors, plan, mesh)
+            install_local_weights(model, weights.tensors, plan, mesh)
         if plan.stages is None:  # stages say it themselves, and look for targets past the model
             shard.refuse_calls_past_the_model(model)
         if compresses(plan):
@@ -52,8 +53,6 @@ class DataParallel(Part, DataAxes):
         self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False
     ) -> None:
         """Refuse hooks on gradients, which FSDP2 would not run."""
-        if runtime.mesh.data_world == 1:
-            return
         hooked = next(
             (
                 name
@@ -73,7 +72,7 @@ class DataParallel(Part, DataAxes):
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> AbstractContextManager[None]:
         """Leave nothing of a step that raises, a microbatch's gradients for one, to the next."""
-        return shard.forgotten_if_it_raises(self._model) if self._wrapped else nullcontext()
+        return shard.forgotten_if_it_raises(self._model)
 
     def left_out(self) -> list[Tensor]:
         """Return the tensors that compression keeps: error feedback and low-rank factors."""
@@ -109,8 +108,7 @@ class DataParallel(Part, DataAxes):
             )
 
     def accumulate_late_gradients(self) -> None:
-        if self._layout.data_world > 1:
-            add_up_gradients(self._model)
+        add_up_gradients(self._model)
 
     def after_microbatch(self) -> None:
         if self._layout.reduce_each_microbatch:

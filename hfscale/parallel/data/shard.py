@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
@@ -40,12 +40,9 @@ from ...models.precision import WIDENS_INSIDE
 from ...plan import Plan
 from ...plan.feature_plans import TowersPlan, offloaded
 from ...plan.parameter import data_axes
-from ...train.runtime import like_sharded
 from ...train.runtime.parameter_names import (
     module_at,
     owner_of,
-    parameter_at,
-    put_parameter,
     stock_name,
 )
 from .gradient_compression import compresses
@@ -157,13 +154,11 @@ def _policy(plan: Plan, options: Options) -> MixedPrecisionPolicy:
 
 
 def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) -> None:
-    """Wrap every layer with FSDP2, then the rest of the model. Do nothing where all ranks have the same batch. The
-    ``mixed_precision`` ``"bf16"`` computes in bfloat16 over master weights, reduced gradients and optimizer state in
+    """Wrap every layer with FSDP2, then the rest of the model. The ``mixed_precision`` ``"bf16"`` computes in bfloat16 over master weights, reduced gradients and optimizer state in
     the parameters' own type; ``"no"`` leaves types alone, as for families that autocast computes; ``"bf16_params"``
     casts no inputs of layers, and no parameters that transformers keeps in 32 bits.
     """
-    if mesh.data_world == 1 or mesh.device_mesh is None:
-        return
+    assert mesh.device_mesh is not None
     data_mesh = _data_mesh(mesh.device_mesh, mesh, compresses(plan), spread=False)
     policy = _policy(plan, options)
     # Resharding after the forward pass saves memory only where weights are sharded.
@@ -311,29 +306,6 @@ def _data_mesh(device_mesh: DeviceMesh, mesh: Mesh, shards_alone: bool, spread: 
     return device_mesh[
         (replicate, shard) if mesh.layout.size(replicate) > 1 and not shards_alone else (shard,)
     ]
-
-
-def install_local_weights(
-    model: nn.Module, shares: dict[str, Tensor], plan: Plan, mesh: Mesh
-) -> None:
-    """Fill a model on the meta device, FSDP2-wrapped or not, with this rank's weights (``shares``, by name)."""
-    made: dict[str, nn.Parameter] = {}
-    for planned in plan.parameters:
-        if not plan.is_local(mesh.pp_rank, planned.name):
-            continue
-        owner = planned.tied_to or planned.name
-        if owner not in made:
-            empty = parameter_at(model, planned.name)
-            if empty is None:
-                raise ConfigError(
-                    "a parameter of the plan was removed from the model before its weights were loaded: do not change "
-                    "it meanwhile"
-                )
-            placed = like_sharded(shares[owner], empty)
-            if offloaded(plan).parameters and isinstance(placed, DTensor):
-                placed = placed.to("cpu")
-            made[owner] = nn.Parameter(placed, requires_grad=empty.requires_grad)
-        put_parameter(model, planned.name, made[owner])
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:

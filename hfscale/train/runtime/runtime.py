@@ -24,7 +24,6 @@ from ...errors import ConfigError
 from ...plan import ParameterPlan, Plan
 from ...plan.feature_plans import OwnLossPlan
 from .batches import Microbatch
-from .latecomers import with_latecomers
 from .module_contents import ModuleContents
 from .objective import Objective, OwnLoss, StepLoss
 from .parameter_names import LiveParameters
@@ -408,7 +407,7 @@ class Runtime:
 
     def sum_of_shares(self, total: Tensor) -> Tensor:
         """All-reduce a step's loss in place over the ranks that have a term of it, and over pipeline stages."""
-        for group in (*self.mesh.loss_groups, *self.mesh.groups("pp")):
+        for group in self.mesh.groups_of_terms:
             dist.all_reduce(total, group=group)
         return total
 
@@ -436,6 +435,8 @@ class Runtime:
                 self.parts = tuple(other for other in self.parts if other is not part)
                 self.adapters = None  # the one feature that stock code takes out
                 self._planned = rest
+        from .latecomers import with_latecomers
+
         self.plan = with_latecomers(self._planned, live)
 
     def forget_parameters(self) -> None:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hfscale.features.prediction.look_ahead import IDS, TARGETS, look_ahead
+from hfscale.features.prediction.look_ahead import look_ahead
+from hfscale.features.prediction.plan import IDS, TARGETS
 
 ROW = torch.tensor([[1, 2, 3, 4, 5, 6]])
 
