@@ -29,7 +29,7 @@ from ..features.quantization.plan import holds_quantized
 from ..features.towers.plan import plan_towers
 from ..parallel.context.plan import cuts_sequences, plan_context
 from ..parallel.data.plan import has_data_ranks, has_one_batch, plan_data
-from ..parallel.experts.plan import has_mixtures, has_routers, plan_experts
+from ..parallel.experts.plan import exchanges_tokens, has_mixtures, has_routers, plan_experts
 from ..parallel.pipeline.plan import has_stages, plan_pipeline
 from ..parallel.tensor.plan import plan_own_loss, plan_tensor, plan_vocabulary
 from ..parallel.tensor.sequence.plan import plan_sequence
@@ -84,7 +84,7 @@ PARTS: dict[str, Callable[[Planned], bool]] = {
     "hfscale.features.precision.liger_kernels:LigerKernels": replaces_kernels,
     "hfscale.features.precision.part:ParameterCasts": copies_parameters,
     "hfscale.features.fp8.part:Float8": multiplies_in_8_bits,
-    "hfscale.parallel.experts.part:ExpertParallel": has_routers,
+    "hfscale.parallel.experts.part:ExpertParallel": exchanges_tokens,
     "hfscale.parallel.tensor.part:TensorParallel": _always,
     _ADAPTERS: _has_adapters,
     "hfscale.features.adapters.fused_lora:FusedAdapters": _has_adapters,

@@ -114,15 +114,7 @@ class _Loader:
         }
         self.converted = {name for name, by_parts in made.items() if not by_parts}
         self._give_local_shapes(model)
-        shown: dict[str, Any] = {}
-        if self.quantizing is not None:
-            for key in quantized:
-                if targets[key].name in self.quantizing.weights:
-                    self.quantizing.read_quantized(
-                        targets[key].name, quantized[key], targets[key].converter is not None
-                    )
-                    shown[key] = torch.empty(0)  # read when transformers reaches it
-            self.quantizing.shape(self.converted)
+        shown = self._shown_quantized(quantized, targets)
         for pieces in parts.values():
             shown.update(pieces)
         remaining = {
@@ -142,6 +134,20 @@ class _Loader:
         from .stored_forms.forms import as_plain
 
         return as_plain(stored, self.form)
+
+    def _shown_quantized(
+        self, quantized: "dict[str, QuantizedOnDisk]", targets: dict[str, Destination]
+    ) -> dict[str, Any]:
+        """Return, by key, what stands for weights that are stored in 4 bits, each read when transformers reaches it."""
+        if self.quantizing is None:
+            return {}
+        here = [key for key in quantized if targets[key].name in self.quantizing.weights]
+        for key in here:
+            self.quantizing.read_quantized(
+                targets[key].name, quantized[key], targets[key].converter is not None
+            )
+        self.quantizing.shape(self.converted)
+        return {key: torch.empty(0) for key in here}
 
     def _with_added_layers(
         self, model: Any, stored: dict[str, TensorOnDisk]

@@ -27,7 +27,6 @@ from ...parallel.tensor.loss import LossTerm, VocabParallelLoss
 from ...train.runtime import Batch, Part, Runtime
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.shards import LocalWeights
-from .look_ahead import look_ahead
 from .plan import IDS, TARGETS, PredictionPlan
 
 _LABELS = ("labels", "shift_labels")
@@ -139,7 +138,7 @@ class MultiTokenPrediction(Part):
             batch.get(name) is not None for name in _LABELS
         )
         if known and torch.is_grad_enabled() and self._loss.trains(model):
-            ahead = ahead or look_ahead(batch, len(self._planned.layers), self._loss.shift)
+            ahead = ahead or self._planned.fill(batch, self._loss.shift)
             self._ids = ahead[IDS]
             targets = ahead[TARGETS].transpose(0, 1).contiguous()
             hits = torch.zeros_like(targets, dtype=torch.bool)

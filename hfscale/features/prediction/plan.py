@@ -44,7 +44,8 @@ class PredictionPlan(Feature):
         """Return ids and targets further ahead, which may lie with another rank's tokens."""
         from .look_ahead import look_ahead
 
-        return look_ahead(batch, len(self.layers), shift)
+        ids, targets = look_ahead(batch, len(self.layers), shift)
+        return {IDS: ids, TARGETS: targets}
 
     @property
     def optional_layers(self) -> tuple[str, ...]:

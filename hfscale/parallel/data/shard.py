@@ -154,9 +154,10 @@ def _policy(plan: Plan, options: Options) -> MixedPrecisionPolicy:
 
 
 def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) -> None:
-    """Wrap every layer with FSDP2, then the rest of the model. The ``mixed_precision`` ``"bf16"`` computes in bfloat16 over master weights, reduced gradients and optimizer state in
-    the parameters' own type; ``"no"`` leaves types alone, as for families that autocast computes; ``"bf16_params"``
-    casts no inputs of layers, and no parameters that transformers keeps in 32 bits.
+    """Wrap every layer with FSDP2, then the rest of the model. The ``mixed_precision`` ``"bf16"`` computes in bfloat16
+    over master weights, reduced gradients and optimizer state in the parameters' own type; ``"no"`` leaves types alone,
+    as for families that autocast computes; ``"bf16_params"`` casts no inputs of layers, and no parameters that
+    transformers keeps in 32 bits.
     """
     assert mesh.device_mesh is not None
     data_mesh = _data_mesh(mesh.device_mesh, mesh, compresses(plan), spread=False)

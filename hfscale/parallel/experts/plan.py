@@ -72,6 +72,11 @@ def has_mixtures(model: Planned) -> bool:
     return bool(model.plan.mixtures)
 
 
+def exchanges_tokens(model: Planned) -> bool:
+    """Return whether tokens may travel to experts, or are asked to be routed in ways of ours."""
+    return has_mixtures(model) or model.options.routing is not None
+
+
 def has_routers(model: Planned) -> bool:
     """Return whether the model has experts, or may return the logits of a router."""
     return has_mixtures(model) or hasattr(model.model.config, "output_router_logits")
