@@ -233,7 +233,8 @@ def prepare(
         loss = _loss_of(runtime, loss)
         try:
             given, rows = _agreed(runtime, loss, batch, train, routes)
-            _refuse_outside(runtime, sum(row.outside for row in rows))
+            if outside := sum(row.outside for row in rows):
+                _refuse_outside(runtime, outside)
             for microbatch, counts in zip(given, rows, strict=True):
                 microbatch.learn(counts)
             check_counted(runtime.model, given)
@@ -269,7 +270,7 @@ def _as_the_model_takes(
     model: nn.Module, microbatches: Sequence[Microbatch], device: torch.device
 ) -> list[Microbatch]:
     """Return microbatches on the device, with what flash attention needs, and without a cache."""
-    if uses_flash_attention(model):
+    if any(each.by_positions for each in microbatches) and uses_flash_attention(model):
         microbatches = [
             each.like(with_document_lengths(each, model)) if each.by_positions else each
             for each in microbatches
@@ -361,13 +362,12 @@ def _vocabulary(runtime: Runtime, batches: Sequence[Batch]) -> int | None:
 
 
 def _refuse_outside(runtime: Runtime, outside: int) -> None:
-    if outside:
-        head = runtime.plan.by_name.get(f"{runtime.plan.head}.weight")
-        known = (runtime.plan.lookup_shape or (0,))[0] if head is None else head.shape[0]
-        raise ConfigError(
-            f"{outside} labels or input tokens are outside of the vocabulary of {known}: mask labels with -100, and "
-            "resize the embeddings for a tokenizer with more tokens before the model is parallelized"
-        )
+    head = runtime.plan.by_name.get(f"{runtime.plan.head}.weight")
+    known = (runtime.plan.lookup_shape or (0,))[0] if head is None else head.shape[0]
+    raise ConfigError(
+        f"{outside} labels or input tokens are outside of the vocabulary of {known}: mask labels with -100, and "
+        "resize the embeddings for a tokenizer with more tokens before the model is parallelized"
+    )
 
 
 def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> list[Microbatch]:

@@ -61,9 +61,11 @@ def train_step(
         without a flush, loss and gradients are those of an earlier batch: see :func:`drain`.
     """
     runtime = runtime_of(model)
-    _check_losses(
-        runtime, loss_fn, score_loss, label_smoothing, num_items_in_batch, temperature, teacher
-    )
+    others = (loss_fn, score_loss, teacher)
+    if others != (None, None, None) or (label_smoothing, temperature) != (0, 1):
+        _check_losses(
+            runtime, loss_fn, score_loss, label_smoothing, num_items_in_batch, temperature, teacher
+        )
     if model is not runtime.model:  # PEFT's, or a module of the user's
         from .around import labels_around, refuse_loss_around, refuse_trained_around
 

@@ -155,7 +155,8 @@ class VocabParallelLoss(KeepsOutputs):
             batch.kept_apart(),
         ):
             output = model(**batch)
-        self._keep(output)
+        if self._kept is not None:
+            self._kept.append(output)
         return output[0] if isinstance(output, tuple) else output.loss
 
     @contextmanager

@@ -61,10 +61,6 @@ class KeepsOutputs:
         """Record the model's outputs inside the `with` block: see :meth:`StepLoss.keeping_outputs`."""
         return attribute_replaced(self, "_kept", [])
 
-    def _keep(self, output: Any) -> None:
-        if self._kept is not None:
-            self._kept.append(output)
-
 
 class OwnLoss(KeepsOutputs):
     """Use the model's ``model(**batch).loss``, a mean over rows or valid labels, weighted by their number."""
@@ -111,7 +107,8 @@ class OwnLoss(KeepsOutputs):
             output = model(**batch)
             loss = (output[0] if isinstance(output, tuple) else output.loss) * valid / count
             scores = output[1] if len(output) > 1 else loss
-        self._keep(output)
+        if self._kept is not None:
+            self._kept.append(output)
         # All ranks sum their losses, so the dtype must not depend on whether a rank has labels.
         return loss.to(
             torch.float64 if getattr(scores, "dtype", None) == torch.float64 else torch.float32

@@ -471,7 +471,8 @@ def runtime_of(model: nn.Module) -> Runtime:
             f"{class_name(model)} was not parallelized by hfscale: build it with hfscale.from_pretrained or "
             "hfscale.from_config, or pass it through hfscale.parallelize"
         )
-    runtime.called_by(model)
+    if model is not runtime.model:
+        runtime.called_by(model)
     return runtime
 
 
