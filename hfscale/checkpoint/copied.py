@@ -19,7 +19,7 @@ from ..distributed.files.reader import TensorOnDisk
 from ..distributed.files.sources import open_weights
 from ..distributed.files.writer import CheckpointWriter
 from ..errors import CheckpointError
-from .carried import carried_by
+from .coverage import carried_by
 from .stored_forms.forms import as_plain, in_the_file
 from .stored_forms.scheme import form_in
 

@@ -1,9 +1,15 @@
-"""Compare what a checkpoint stores with the parameters of the model that is to be loaded from it."""
+"""Compare what a checkpoint stores with the parameters of the model that is to be loaded from it, and note the rest."""
 
 import math
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from torch import nn
+
+from .._compat.transformers.classes import class_name
 from ..errors import CheckpointError
 from ..plan import Plan
 
@@ -36,3 +42,23 @@ def check_coverage(
             "and the others begin with random values",
             stacklevel=2,
         )
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Name the checkpoint in ``directory`` and its tensors that the model does not load, as if none were quantized."""
+
+    directory: Path
+    names: frozenset[str]
+
+
+def note_carried(model: Any, directory: Path, names: Iterable[str]) -> None:
+    """Record which tensors of its checkpoint a new model does not load."""
+    # Of a head that another class has replaced, nothing is copied.
+    own = class_name(model) in (model.config.architectures or ())
+    model._hfscale_carried = Carried(directory, frozenset(names if own else ()))
+
+
+def carried_by(model: nn.Module) -> Carried | None:
+    """Return what :func:`note_carried` recorded on a model, or ``None``."""
+    return vars(model).get("_hfscale_carried")

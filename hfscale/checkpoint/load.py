@@ -36,8 +36,7 @@ from ..parallel.tensor.part import cut_parameters
 from ..plan import Plan
 from ..train.runtime.parameter_names import put_buffer, put_parameter
 from ..train.runtime.shards import LocalWeights
-from .carried import note_carried
-from .coverage import check_coverage
+from .coverage import check_coverage, note_carried
 from .merged import merged_parameters, parts_of_share
 from .overwrites import find_overwrites, initialize_around
 from .stored_forms.scheme import StoredForm

@@ -30,7 +30,6 @@ from .runtime.batches import (
     to_device,
     total_of,
 )
-from .runtime.parameter_names import stock_name
 
 # Indices into embedding tables.
 _INDICES = (
@@ -312,38 +311,13 @@ def _agreed(
 
 
 def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
-    """Return the loss that the step is normalized for; refuse models and parameters that no batch can train."""
+    """Return the loss that the step is normalized for; refuse models that have none."""
     loss = asked or runtime.loss
     if loss is None:
         raise ConfigError(
             f"train_step normalizes a causal language model's loss, and {class_name(runtime.model)} has another "
             f"(loss_type {getattr(runtime.model, 'loss_type', None)!r}): give train_step a loss_fn, or loop over loss "
             "= model(**batch).loss and loss.backward() instead"
-        )
-    if runtime.mesh.layout.total_size == 1:  # its plan takes what was added
-        return loss
-    known = runtime.plan.by_name  # and not parameters that were added since the model was built
-
-    def added(live: Mapping[str, nn.Parameter]) -> list[str]:
-        strange = {name for name in live.keys() - known.keys() if stock_name(name) not in known}
-        return (
-            [
-                name
-                for name, parameter in live.items()
-                if name in strange and parameter.requires_grad
-            ]
-            if strange
-            else []
-        )
-
-    # second names, which cost less to find, may be of parameters in the plan
-    if added(runtime.live_parameters()) and (
-        unknown := added(dict(runtime.model.named_parameters()))
-    ):
-        raise ConfigError(
-            f"{len(unknown)} parameters that train are not in the plan, {unknown[0]} for one, so their gradients "
-            "would not be summed: give adapters to hfscale.get_peft_model(model, config), and change a model "
-            "otherwise before it is parallelized"
         )
     return loss
 

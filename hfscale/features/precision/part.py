@@ -46,7 +46,7 @@ class Autocast(Part):
         model = runtime.model
         cast = runtime.options.casts_parameters
         by_data_ranks = runtime.mesh.data_world > 1 and runtime.plan.family not in WIDENS_INSIDE
-        if dtype is None or (by_data_ranks and not cast):
+        if by_data_ranks and not cast:
             return
         forward: Callable[..., Any] = model.forward
         device = runtime.mesh.device.type

@@ -45,10 +45,9 @@ class ContextParallel(Part, ContextAxis):
         """Replace the model's attention; its other modules run unchanged."""
         group = runtime.mesh.group("cp")
         model = runtime.model
-        if group is None:
-            return
         planned = runtime.plan.feature(ContextPlan)
         assert planned is not None
+        assert group is not None
         runtime.context, self._runtime, self._planned, self._group = self, runtime, planned, group
         self._override = AttentionOverride(attention_configs(model))
         self._attend = ContextAttention(planned.method, runtime.mesh, planned.together)

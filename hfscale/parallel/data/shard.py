@@ -50,11 +50,7 @@ from .gradient_compression import compresses
 
 def wrapped_modules(model: nn.Module) -> list[FSDPModule]:
     """Return the modules that FSDP2 wraps, ``model`` first."""
-    return (
-        [module for module in model.modules() if isinstance(module, FSDPModule)]
-        if isinstance(model, FSDPModule)
-        else []
-    )
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(wrapped: Sequence[FSDPModule]) -> None:
@@ -315,12 +311,11 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
         model.set_requires_gradient_sync(enabled)
 
 
-def reduce_microbatch(model: nn.Module) -> None:
+def reduce_microbatch(model: Any) -> None:
     """Reduce the gradients accumulated so far; call it inside :func:`one_reduction`."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(True)
-        reduce_now(model)
-        model.set_requires_gradient_sync(False)
+    model.set_requires_gradient_sync(True)
+    reduce_now(model)
+    model.set_requires_gradient_sync(False)
 
 
 @contextmanager
@@ -334,13 +329,10 @@ def forgotten_if_it_raises(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def one_reduction(model: nn.Module, *, backward: bool, regather: bool) -> Iterator[None]:
+def one_reduction(model: Any, *, backward: bool, regather: bool) -> Iterator[None]:
     """Gather weights once for all passes inside the with block, and reduce gradients over the data axes once at its
     end. With ``regather``, layers are resharded after every pass instead; weights around the layers are kept.
     """
-    if not isinstance(model, FSDPModule):
-        yield
-        return
     model.set_requires_gradient_sync(False)
     model.set_is_last_backward(False)
     model.set_reshard_after_forward(False, recurse=not regather)

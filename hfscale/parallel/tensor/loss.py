@@ -136,9 +136,6 @@ class VocabParallelLoss(KeepsOutputs):
         valid = targets != _IGNORED
         return valid.sum(), (valid & (targets.clamp(0, sum(self.lengths) - 1) != targets)).sum()
 
-    def check_smoothing(self, label_smoothing: float) -> None:
-        """Accept any label smoothing."""
-
     def loss_of(
         self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float
     ) -> Tensor:

@@ -37,9 +37,6 @@ class StepLoss(Protocol):
     ) -> Tensor:
         """Compute the loss of one microbatch, scaled for a step with ``count`` valid labels."""
 
-    def check_smoothing(self, label_smoothing: float) -> None:
-        """Raise :class:`ConfigError`, on all ranks alike, if its labels cannot be smoothed."""
-
     def scoring(self, temperature: float = 1.0, read: Any = None) -> AbstractContextManager[Any]:
         """Let forward passes inside the `with` block compute token scores, or what ``read`` makes of lazy logits; the
         loss they return does not count.
@@ -81,13 +78,12 @@ class OwnLoss(KeepsOutputs):
         none = torch.zeros((), dtype=torch.int64, device=labels.device)
         return (none + len(labels) if self._rows else (labels != _IGNORED).sum()), none
 
-    def check_smoothing(self, label_smoothing: float) -> None:
+    def refuse_smoothing(self, label_smoothing: float) -> None:
         """Refuse label smoothing: the loss is computed inside the model."""
-        if label_smoothing:
-            raise ConfigError(
-                f"label_smoothing={label_smoothing} needs a loss over a vocabulary, and {self._name} computes its "
-                "own: leave it out, or smooth labels in a plain loop"
-            )
+        raise ConfigError(
+            f"label_smoothing={label_smoothing} needs a loss over a vocabulary, and {self._name} computes its "
+            "own: leave it out, or smooth labels in a plain loop"
+        )
 
     def loss_of(
         self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float
