@@ -9,17 +9,17 @@ from .api.build import (
     parallelize as parallelize,
     plan as plan,
 )
-from .checkpoint import (
+from .checkpoint.checksums import verify_experts as verify_experts
+from .checkpoint.foreign_optimizer import load_optimizer as load_optimizer
+from .checkpoint.save import save_pretrained as save_pretrained
+from .checkpoint.state import (
     SaveCheck as SaveCheck,
     check_save as check_save,
-    load_optimizer as load_optimizer,
     load_state as load_state,
-    save_pretrained as save_pretrained,
     save_state as save_state,
-    stream_weights as stream_weights,
-    verify_experts as verify_experts,
     wait_for_saves as wait_for_saves,
 )
+from .checkpoint.stream import stream_weights as stream_weights
 from .config.float8 import Float8Config as Float8Config
 from .config.memory import MemoryConfig as MemoryConfig
 from .config.parallel import ParallelConfig as ParallelConfig
@@ -44,33 +44,37 @@ from .integrations.trainer import (
     TrainerMixin as TrainerMixin,
 )
 from .optim import create_optimizer as create_optimizer
-from .parallel.experts import (
-    ExpertLoad as ExpertLoad,
-    ExpertLoadHistory as ExpertLoadHistory,
-    expert_load as expert_load,
-    record_routes as record_routes,
-)
 from .parallel.experts.engine_routes import (
     routes_from_sglang as routes_from_sglang,
     routes_from_vllm as routes_from_vllm,
 )
-from .train import (
+from .parallel.experts.load_report import (
+    ExpertLoad as ExpertLoad,
+    ExpertLoadHistory as ExpertLoadHistory,
+    expert_load as expert_load,
+)
+from .parallel.experts.replay import record_routes as record_routes
+from .train.balanced_batches import balanced_batches as balanced_batches
+from .train.gradient_norm import (
     BadStepError as BadStepError,
     BadSteps as BadSteps,
+    clip_grad_norm_ as clip_grad_norm_,
+)
+from .train.preemption import (
     Preempted as Preempted,
-    Teacher as Teacher,
+    preempted as preempted,
+)
+from .train.step import (
     batch_rank as batch_rank,
     batch_world as batch_world,
-    clip_grad_norm_ as clip_grad_norm_,
     drain as drain,
     eval_step as eval_step,
     metrics as metrics,
-    preempted as preempted,
-    token_scores as token_scores,
     train_step as train_step,
-    watchdog as watchdog,
 )
-from .train.balanced_batches import balanced_batches as balanced_batches
+from .train.teacher import Teacher as Teacher
+from .train.user_loss import token_scores as token_scores
+from .train.watchdog import watchdog as watchdog
 
 __version__: str
 from .extras.states_in_memory.callback import StatesInMemoryCallback as StatesInMemoryCallback

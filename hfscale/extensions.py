@@ -90,15 +90,16 @@ def added(slot: str) -> dict[str, str]:
 def provided(slot: str, name: str) -> Any:
     """Import and return the object that an extension adds under a name; ``None`` if no extension adds it."""
     place = added(slot).get(name)
-    return None if place is None else _at(place)
+    return None if place is None else imported(place)
 
 
 def all_provided(slot: str) -> list[Any]:
-    """Import and return everything that extensions add to a slot, in the order of names."""
-    return [_at(place) for _, place in sorted(added(slot).items())]
+    """Import and return all that extensions add to a slot, in the order of their names."""
+    return [imported(place) for _, place in sorted(added(slot).items())]
 
 
-def _at(place: str) -> Any:
+def imported(place: str) -> Any:
+    """Import and return what a place, ``"module:name"``, names; a module without a name."""
     module, _, name = place.partition(":")
     imported = importlib.import_module(module)
     return getattr(imported, name) if name else imported
@@ -126,7 +127,7 @@ def _extensions() -> Iterator[Extension]:
     by_name = dict(_registered)
     folder = str(Path(__file__).with_name(_OWN))
     for module in sorted(each.name for each in pkgutil.iter_modules([folder])):
-        own = _at(f"{__package__}.{_OWN}.{module}:EXTENSION")
+        own = imported(f"{__package__}.{_OWN}.{module}:EXTENSION")
         by_name.setdefault(own.name, own)
     for entry in entry_points(group=GROUP):
         other = entry.load()

@@ -38,8 +38,8 @@ from hfscale.optim import create_optimizer
 from hfscale.plan.columns import aligned
 from hfscale.plan.table import human
 from hfscale.testing.pool import RankPool
-from hfscale.train import batch_world, train_step
 from hfscale.train.runtime import runtime_of
+from hfscale.train.step import batch_world, train_step
 
 _COLOURS = {
     "weights": "#4c566a",

@@ -318,7 +318,7 @@ class _Fetched(OnHost):
 @contextmanager
 def counted_elsewhere(runtime: Runtime, saved: SavedBytes, elsewhere: bool) -> Iterator[SavedBytes]:
     """Within: what is kept in another form or place is counted as long as it is; what was copied back, by itself."""
-    part = runtime.part(KeptActivations)
+    part = runtime.part(KeptActivations) or KeptActivations()  # none is asked for
     store, known = part.store, Counter[int]()
 
     def hold(tensor: torch.Tensor) -> None:

@@ -29,10 +29,10 @@ from ..features.adapters.merge_adapters import (
     unload_local_weights,
 )
 from ..plan.feature_plans import OwnLossPlan
-from ..train import eval_step
 from ..train.distillation import evaluating
 from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.shards import LocalWeights
+from ..train.step import eval_step
 from .assemble import assemble, take_apart
 from .peft_methods import put_methods
 from .samples import answer_to, reads_tokens

@@ -28,7 +28,7 @@ from torch import Tensor
 from .._compat.peft import LORA_A, LORA_B
 from .._compat.transformers.classes import class_name, empty_model, stock_class
 from .._compat.transformers.stored import AsStored, convert, loaded_targets
-from ..checkpoint.carried import copy_tensors
+from ..checkpoint.copied import copy_tensors
 from ..checkpoint.stored_forms.encoding import QuantizedAgain, refuse_other_forms
 from ..checkpoint.stored_forms.forms import as_plain, in_the_file, load_weights_as
 from ..checkpoint.stored_forms.scheme import describe_form, form_in

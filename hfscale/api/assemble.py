@@ -9,40 +9,33 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._compat.peft import wrapped_by_peft
 from .._compat.torch import allow_recompiles, undo_compile
-from ..checkpoint import save_pretrained
 from ..config.options import Options
 from ..distributed.mesh import Mesh
 from ..distributed.ops.fused import is_fused
-from ..extensions import all_provided
-from ..features.adapters import Adapters, FusedAdapters
-from ..features.fp8.part import Float8, Float8Gather
-from ..features.fp8.plan import plan_float8
-from ..features.memory.kept_activations import KeptActivations
-from ..features.memory.plan import plan_memory
-from ..features.memory.recomputation import Recomputation
-from ..features.precision.liger_kernels import LigerKernels
-from ..features.precision.part import Autocast, LossScaling, ParameterCasts
-from ..features.precision.plan import plan_precision
-from ..features.prediction.part import MultiTokenPrediction
-from ..features.prediction.plan import plan_prediction
-from ..features.quantization.part import Quantization
+from ..extensions import all_provided, imported
+from ..features.fp8.plan import gathers_in_8_bits, multiplies_in_8_bits, plan_float8
+from ..features.memory.plan import moves_activations, plan_memory, recomputes
+from ..features.precision.plan import (
+    computes_in_16_bits,
+    copies_parameters,
+    plan_precision,
+    replaces_kernels,
+    scales_loss,
+)
+from ..features.prediction.plan import plan_prediction, predicts_ahead
+from ..features.quantization.plan import holds_quantized
 from ..features.towers.plan import plan_towers
-from ..parallel.context import ContextParallel
-from ..parallel.context.plan import plan_context
-from ..parallel.data import DataParallel
-from ..parallel.data.plan import plan_data
-from ..parallel.experts import ExpertParallel, ExpertRouting, RouteReplay
-from ..parallel.experts.plan import plan_experts
-from ..parallel.pipeline.part import PipelineStages
-from ..parallel.pipeline.plan import plan_pipeline
-from ..parallel.tensor import RandomStreams, TensorParallel, VocabularyLoss
+from ..parallel.context.plan import cuts_sequences, plan_context
+from ..parallel.data.plan import has_data_ranks, has_one_batch, plan_data
+from ..parallel.experts.plan import exchanges_tokens, has_mixtures, has_routers, plan_experts
+from ..parallel.pipeline.plan import has_stages, plan_pipeline
 from ..parallel.tensor.plan import plan_own_loss, plan_tensor, plan_vocabulary
 from ..parallel.tensor.sequence.plan import plan_sequence
 from ..plan import Plan
-from ..plan.drafting.draft import Draft
-from ..train.guards.part import SharedBatch, StockCode
-from ..train.packed_rows.guard import PackedRows
+from ..plan.drafting.draft import Draft, Planned
+from ..train.guards.part import StockCode
 from ..train.runtime import Part, Runtime, local_tensor
 from ..train.runtime.parameter_names import put_parameter
 from ..train.runtime.shards import LocalWeights
@@ -76,38 +69,62 @@ def plan_parts() -> tuple[Callable[[Draft], None], ...]:
     return (*PLAN_PARTS, *all_provided("plan_parts"))
 
 
-def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
-    """Return all parts, each of which reads from the plan whether it is needed, in the order of installation: of those
-    that change modules, from the inside out, hook the model, wrap it and hold its weights, run it, and guard it.
-    """
-    return (
-        LossScaling(),
-        LigerKernels(),
-        ParameterCasts(),
-        Float8(),
-        ExpertParallel(),
-        TensorParallel(),
-        *([adapters] if adapters is not None else []),
-        FusedAdapters(),
-        VocabularyLoss(),
-        ContextParallel(),
-        PackedRows(),  # inside the recomputed region
-        Recomputation(),
-        KeptActivations(),
-        RandomStreams(),
-        SharedBatch(),
-        ExpertRouting(),
-        RouteReplay(),
-        MultiTokenPrediction(),
-        DataParallel(),
-        Float8Gather(),
-        Quantization(),
-        Autocast(),
-        PipelineStages(),
-        *(made() for made in all_provided("parts")),
-        StepTimes(),
-        StockCode(save_pretrained),
-    )
+def _always(model: Planned) -> bool:
+    return True
+
+
+def _has_adapters(model: Planned) -> bool:
+    """Return whether there are adapters, in the plan or added by PEFT in one process."""
+    return bool(model.plan.adapters) or wrapped_by_peft(model.model)
+
+
+_ADAPTERS = "hfscale.features.adapters.attach:Adapters"
+PARTS: dict[str, Callable[[Planned], bool]] = {
+    "hfscale.features.precision.part:LossScaling": scales_loss,
+    "hfscale.features.precision.liger_kernels:LigerKernels": replaces_kernels,
+    "hfscale.features.precision.part:ParameterCasts": copies_parameters,
+    "hfscale.features.fp8.part:Float8": multiplies_in_8_bits,
+    "hfscale.parallel.experts.part:ExpertParallel": exchanges_tokens,
+    "hfscale.parallel.tensor.part:TensorParallel": _always,
+    _ADAPTERS: _has_adapters,
+    "hfscale.features.adapters.fused_lora:FusedAdapters": _has_adapters,
+    "hfscale.parallel.tensor.part:VocabularyLoss": _always,
+    "hfscale.parallel.context.part:ContextParallel": cuts_sequences,
+    "hfscale.train.packed_rows.guard:PackedRows": _always,  # inside the recomputed region
+    "hfscale.features.memory.recomputation:Recomputation": recomputes,
+    "hfscale.features.memory.kept_activations:KeptActivations": moves_activations,
+    "hfscale.parallel.tensor.part:RandomStreams": _always,
+    "hfscale.train.guards.part:SharedBatch": _always,
+    "hfscale.parallel.experts.part:ExpertRouting": has_routers,
+    "hfscale.parallel.experts.replay:RouteReplay": has_mixtures,
+    "hfscale.features.prediction.part:MultiTokenPrediction": predicts_ahead,
+    "hfscale.parallel.data.part:DataParallel": has_data_ranks,
+    "hfscale.parallel.data.weights:UnshardedWeights": has_one_batch,
+    "hfscale.features.fp8.part:Float8Gather": gathers_in_8_bits,
+    "hfscale.features.quantization.part:Quantization": holds_quantized,
+    "hfscale.features.precision.part:Autocast": computes_in_16_bits,
+    "hfscale.parallel.pipeline.part:PipelineStages": has_stages,
+}
+"""Module and class of each feature's part -> the function that returns whether a planned model needs the part; only
+then is its module imported. The order is the order of installation: parts that change modules (from the inside out),
+that hook the model, that wrap it and hold its weights, and that run it. Parts of extensions, and the parts that guard
+the model, are installed after these.
+"""
+
+
+def parts_of(runtime: Runtime, adapters: Part | None) -> tuple[Part, ...]:
+    """Return the parts that a planned model needs, in order; ``adapters``: the adapters' part if it exists already."""
+    needed = [place for place, is_asked in PARTS.items() if is_asked(runtime)]
+    parts = [adapters if place == _ADAPTERS else imported(place)() for place in needed]
+    added = [kind() for kind in all_provided("parts")]
+    every = (*parts, *added, StepTimes(), StockCode(_save_pretrained))
+    return tuple(part for part in every if part is not None and part.is_needed(runtime))
+
+
+def _save_pretrained(*given: Any, **options: Any) -> None:
+    from ..checkpoint.save import save_pretrained
+
+    save_pretrained(*given, **options)
 
 
 def assemble(
@@ -116,14 +133,14 @@ def assemble(
     mesh: Mesh,
     options: Options,
     weights: LocalWeights | None,
-    adapters: Adapters | None = None,
+    adapters: Part | None = None,
 ) -> Runtime:
     """Install every part into a model with this rank's sizes; ``weights`` are its shards, or ``None`` if the model
     already has them.
     """
     look_again = watch(model)
     runtime = Runtime(model, plan, mesh, options, parts=())
-    runtime.parts = tuple(part for part in parts_of(adapters) if part.is_needed(runtime))
+    runtime.parts = parts_of(runtime, adapters)
     for part in runtime.parts:
         part.install(runtime, weights)
     runtime.attach()

@@ -11,7 +11,7 @@ from accelerate import GradScalerKwargs
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from .._compat.peft import adapted_model
+from .._compat.peft import adapted_model, is_a_hosts, wrapped_by_peft
 from .._compat.transformers.classes import class_name, is_distributed_by_host, model_class
 from .._compat.transformers.gguf import forget_gguf
 from .._compat.transformers.loading import FILE
@@ -23,22 +23,8 @@ from ..config.parallel import ParallelConfig
 from ..config.routing import RoutingConfig
 from ..distributed.process_groups import build_mesh
 from ..errors import ConfigError, check_count, check_path
-from ..features.adapters import (
-    attach_adapters,
-    by_peft,
-    is_a_hosts,
-    is_known,
-    plan_with_adapters,
-    read_config,
-    wrapped_by_peft,
-)
 from ..features.added_layers import asked_for
-from ..features.precision.liger_kernels import check_kernels
-from ..features.quantization.quantized_modules import (
-    check_quantization,
-    check_trainable,
-    split_quantization,
-)
+from ..features.quantization.plan import check_quantization, check_trainable, split_quantization
 from ..plan import Plan
 from ..train.runtime import find_runtime, runtime_of
 from ..train.runtime.handover import Replaced
@@ -64,34 +50,46 @@ def build(
     check_trainable(plan, adapter is not None)
     mesh = build_mesh(layout, plan.replicas, plan.ties, plan.neighbours)
     options.check_device(mesh.device)
-    check_kernels(options.use_liger_kernel, plan.family, mesh.device)
+    if options.use_liger_kernel is not False:
+        from ..features.precision.liger_kernels import check_kernels
+
+        check_kernels(options.use_liger_kernel, plan.family, mesh.device)
     replaced = Replaced(source.named_parameters(), "hfscale.parallelize", with_gradients=True)
     model, weights = source.load(plan, mesh)
     if weights is not None:
         plan = weights.plan or plan
-    adapters = None
-    left_to_peft = adapter is not None and layout.total_size == 1 and not is_known(adapter[0], plan)
-    if adapter is not None and not left_to_peft:
-        assert weights is not None  # a model in memory
-        assert not isinstance(source, InMemory)  # gets its adapters later, by get_peft_model
+    attached = None
+    left_to_peft = False
+    if adapter is not None:
+        from ..features import adapters
+
         config, saved = adapter
-        adapters, plan = attach_adapters(
-            model,
-            source.template(model),
-            config,
-            plan,
-            mesh,
-            weights.tensors,
-            source=saved,
-            seed=seed,
-            fused=options.fused_adapters,
-        )
-    replaced.hand_over(assemble(model, plan, mesh, options, weights, adapters))
+        left_to_peft = layout.total_size == 1 and not adapters.is_known(config, plan)
+        if not left_to_peft:
+            assert weights is not None  # a model in memory
+            assert not isinstance(source, InMemory)  # gets its adapters later, by get_peft_model
+            attached, plan = adapters.attach_adapters(
+                model,
+                source.template(model),
+                config,
+                plan,
+                mesh,
+                weights.tensors,
+                source=saved,
+                seed=seed,
+                fused=options.fused_adapters,
+            )
+    replaced.hand_over(assemble(model, plan, mesh, options, weights, attached))
     watch_by_default(mesh)
-    if adapter is None or not left_to_peft:
-        return model
-    config, saved = adapter
-    return by_peft.around(model, config, saved, seed=seed)
+    return adapters.by_peft.around(model, config, saved, seed=seed) if left_to_peft else model
+
+
+def _adapter(peft_config: Any) -> Adapter | None:
+    if peft_config is None:
+        return None
+    from ..features.adapters import read_config
+
+    return read_config(peft_config)
 
 
 def from_pretrained(
@@ -169,7 +167,7 @@ def from_pretrained(
     arguments.check_place(path, hf_kwargs.get("subfolder") or "")
     hf_kwargs = reachable(str(path), hf_kwargs)
     quantization = hf_kwargs.get("quantization_config")
-    adapter = None if peft_config is None else read_config(peft_config)
+    adapter = _adapter(peft_config)
     config, rest = arguments.load_config(
         str(path), {k: v for k, v in hf_kwargs.items() if k != "quantization_config"}
     )
@@ -234,7 +232,7 @@ def from_config(
             "instead, with hfscale.from_pretrained(path, quantization_config=...)"
         )
     check_count("seed", seed, least=0)
-    adapter = None if peft_config is None else read_config(peft_config)
+    adapter = _adapter(peft_config)
     if not isinstance(config, PreTrainedConfig):
         raise ConfigError(
             f"config={_shown(config)} is no config of transformers: pass one (LlamaConfig(...), or "
@@ -361,6 +359,8 @@ def plan(
     check_trainable(planned, peft_config is not None)
     if peft_config is None:
         return planned
+    from ..features.adapters import is_known, plan_with_adapters, read_config
+
     adapter, saved = read_config(peft_config)
     if layout.total_size == 1 and not is_known(adapter, planned):
         return planned

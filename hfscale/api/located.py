@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from .._compat.hub import hub_is_away
+from .._compat.transformers.loading import FILE
 from ..distributed.files.sources import ask_added
 
 
@@ -13,11 +13,20 @@ def located(path: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     directory, and the argument with which transformers loads the file. Raise :class:`CheckpointError` if the file is
     missing or damaged.
     """
+    # Who has a config beside weights is no file.
+    has_config = isinstance(path, str) and os.path.exists(
+        os.path.join(path, kwargs.get("subfolder") or "", "config.json")
+    )
+    if has_config and FILE not in kwargs:
+        return path, dict(kwargs)
     found: tuple[Any, dict[str, Any]] | None = ask_added("locate", path, kwargs)
     return found or (path, dict(kwargs))
 
 
 def reachable(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``kwargs``, with ``local_files_only`` if the Hub cannot be reached, for which transformers would wait."""
-    waits = not os.path.exists(path) and "local_files_only" not in kwargs and hub_is_away()
-    return {**kwargs, "local_files_only": True} if waits else dict(kwargs)
+    """Return ``kwargs``, with ``local_files_only`` if the Hub cannot be reached: transformers would wait for it."""
+    if os.path.exists(path) or "local_files_only" in kwargs:
+        return dict(kwargs)
+    from .._compat.hub import hub_is_away
+
+    return {**kwargs, "local_files_only": True} if hub_is_away() else dict(kwargs)

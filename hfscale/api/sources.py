@@ -22,19 +22,16 @@ from .._compat.torch import (
 )
 from .._compat.transformers.added_layers import AddedLayers
 from .._compat.transformers.classes import built_or_explained, class_name, empty_copy, from_config
-from ..checkpoint import load_pretrained
-from ..checkpoint.load import materialize_buffers
-from ..checkpoint.merged import plan_as_stored
+from ..checkpoint.load import load_pretrained, materialize_buffers
 from ..checkpoint.stored_forms.scheme import StoredForm, split_stored_form
 from ..config.options import Options
 from ..config.parallel import ParallelConfig
 from ..config.schedules import schedule_of
 from ..distributed.mesh import Mesh
 from ..errors import ConfigError
-from ..features.quantization.quantized_modules import plan_quantized
+from ..features.quantization.plan import plan_quantized
 from ..parallel.pipeline.placeholders import drop_other_stages
-from ..parallel.pipeline.run import stage_places
-from ..parallel.tensor import cut_parameters
+from ..parallel.tensor.part import cut_parameters
 from ..plan import Plan
 from ..plan.quantized import AS_STORED
 from ..train.runtime.initialize import initialize_local_weights
@@ -104,6 +101,8 @@ class Outline:
             options.check_quantized()
         planned = plan_model(self.model, layout, options)
         if self.quantization == AS_STORED:
+            from ..checkpoint.kept_as_stored import plan_as_stored
+
             assert self.form is not None
             return plan_as_stored(planned, self.model, self.form)
         return plan_quantized(planned, self.model, self.quantization, self.stored)
@@ -111,7 +110,12 @@ class Outline:
 
 def plan_model(model: nn.Module, layout: ParallelConfig, options: Options) -> Plan:
     """Plan a full stock model on any device; if the schedule is a file, the file assigns stages to ranks."""
-    planned = build_plan(model, layout, stage_places(layout), options)
+    ranks = None
+    if layout.pp > 1:
+        from ..parallel.pipeline.run import stage_places
+
+        ranks = stage_places(layout)
+    planned = build_plan(model, layout, ranks, options)
     if planned.stages is not None:
         schedule_of(layout.pipeline_schedule).check(planned, options)
     return planned

@@ -23,8 +23,9 @@ from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..features.added_layers import named_in
 from ..train.runtime.writing import all_or_none, atomic_directory
-from .carried import carried_tensors, copy_files, copy_tensors, note_carried, stored_keys
 from .convert_source import describe_source
+from .copied import carried_tensors, copy_files, copy_tensors, stored_keys
+from .coverage import note_carried
 from .save import write_parameter
 from .state_directory import candidates, find_whole, mark_of, problems_of, states_in
 from .state_format import INDEX, StateIndex, StateReader

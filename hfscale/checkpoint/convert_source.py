@@ -18,7 +18,8 @@ from ..distributed.files.sources import Source
 from ..distributed.files.writer import REPLACED, CheckpointWriter
 from ..errors import CheckpointError
 from ..train.runtime.writing import atomic_directory
-from .carried import copy_files, note_carried
+from .copied import copy_files
+from .coverage import note_carried
 from .save import write_parameter
 from .stored_forms.encoding import QuantizedAgain
 

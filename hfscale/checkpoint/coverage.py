@@ -2,8 +2,14 @@
 
 import math
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from torch import nn
+
+from .._compat.transformers.classes import class_name
 from ..errors import CheckpointError
 from ..plan import Plan
 
@@ -37,3 +43,23 @@ def check_coverage(
             f"{missing[0].name!r} and the other missing tensors begin with random values",
             stacklevel=2,
         )
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Name a checkpoint's ``directory`` and, without quantization, the tensors in it that the model does not load."""
+
+    directory: Path
+    names: frozenset[str]
+
+
+def note_carried(model: Any, directory: Path, names: Iterable[str]) -> None:
+    """Record the tensors that a new model does not load from its checkpoint."""
+    # If the model's class is not the checkpoint's (a head was replaced), nothing is copied.
+    own = class_name(model) in (model.config.architectures or ())
+    model._hfscale_carried = Carried(directory, frozenset(names if own else ()))
+
+
+def carried_by(model: nn.Module) -> Carried | None:
+    """Return what :func:`note_carried` recorded on a model, or ``None``."""
+    return vars(model).get("_hfscale_carried")

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed.files.dcp import METADATA, optimizer_of
+from ..distributed.files.dcp import optimizer_of
 from ..distributed.files.reader import ShareOnDisk, TensorOnDisk
 from ..distributed.files.sources import ask_added
+from ..distributed.files.weight_files import METADATA
 from ..errors import CheckpointError
 from ..plan import ParameterPlan
 from ..train.runtime import Runtime, like_sharded, runtime_of

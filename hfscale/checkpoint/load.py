@@ -11,7 +11,7 @@ import logging
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,28 +27,23 @@ from ..distributed.files.reader import (
     is_elsewhere,
     named_files,
 )
-from ..distributed.files.replace import finish_move
-from ..distributed.files.sources import Source, find_source, refuse_foreign
-from ..distributed.files.stored_rows import StoredRow
+from ..distributed.files.sources import Source, find_source
 from ..distributed.files.weight_files import TORCH_INDEX, open_tensors
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
-from ..features.adapters import by_peft
-from ..features.quantization.arrival import Quantizing, split_quantized
-from ..features.quantization.quantized_modules import hold_quantized
 from ..parallel.pipeline.placeholders import drop_other_stages
-from ..parallel.tensor import cut_parameters
+from ..parallel.tensor.part import cut_parameters
 from ..plan import Plan
-from ..train.runtime import runtime_of
 from ..train.runtime.parameter_names import put_buffer, put_parameter
-from ..train.runtime.shards import LocalWeights, local_tensor
-from ..train.runtime.writing import all_or_none
-from .carried import note_carried
-from .coverage import check_coverage
-from .merged import merged_parameters, parts_of_share, stored_sources
+from ..train.runtime.shards import LocalWeights
+from .coverage import check_coverage, note_carried
+from .merged import merged_parameters, parts_of_share
 from .overwrites import find_overwrites, initialize_around
-from .stored_forms.forms import as_plain, load_weights_as
-from .stored_forms.scheme import StoredForm, form_in
+from .stored_forms.scheme import StoredForm
+
+if TYPE_CHECKING:  # of quantized weights alone
+    from ..distributed.files.stored_rows import StoredRow
+    from ..features.quantization.arrival import QuantizedOnDisk, Quantizing
 
 _log = logging.getLogger(__name__)
 
@@ -84,12 +79,19 @@ class _Loader:
         self, model: Any, weight_mapping: list[Any], files: list[str], quantizer: Any
     ) -> dict[str, Any]:
         """Give the meta model local shapes; return the checkpoint as this rank's lazy tensors."""
-        stored, quantized = split_quantized(as_plain(self._opened(files, model), self.form))
+        stored = self._opened(files, model)
+        quantized: dict[str, QuantizedOnDisk] = {}
+        if quantizer is not None:
+            from ..features.quantization.arrival import Quantizing, split_quantized
+
+            stored, quantized = split_quantized(stored)
         stored = self._with_added_layers(model, stored)
         targets = checkpoint_targets(model, list(stored), weight_mapping)
-        load_weights_as(
-            stored, targets, {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        )
+        if self.form is not None or self.source is not None:
+            from .stored_forms.forms import load_weights_as
+
+            types = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+            load_weights_as(stored, targets, types)
         for key in stored.keys() & targets.keys():
             if targets[key].name in self.resized:
                 stored[key] = ResizedOnDisk(
@@ -111,17 +113,7 @@ class _Loader:
         }
         self.converted = {name for name, by_parts in made.items() if not by_parts}
         self._give_local_shapes(model)
-        shown: dict[str, Any] = {}
-        if self.quantizing is not None:
-            for key in quantized:
-                if targets[key].name in self.quantizing.weights:
-                    self.quantizing.read_quantized(
-                        targets[key].name, quantized[key], targets[key].converter is not None
-                    )
-                    shown[key] = torch.empty(
-                        0
-                    )  # placeholder; the values are read when transformers loads this key
-            self.quantizing.shape(self.converted)
+        shown = self._shown_quantized(quantized, targets)
         for pieces in parts.values():
             shown.update(pieces)
         remaining = {
@@ -132,11 +124,29 @@ class _Loader:
         return {**shown, **self._shown_one_by_one(remaining, targets)}
 
     def _opened(self, files: list[str], model: Any) -> dict[str, TensorOnDisk]:
-        """Open the files that transformers found, or otherwise another library's files."""
-        if self.source is not None:
-            return self.source.open(model)
-        self.directory = Path(files[0]).parent  # in the Hub's cache
-        return open_tensors(files)
+        """Open the files that transformers found, or else another trainer's, as plain values."""
+        if self.source is None:
+            self.directory = Path(files[0]).parent  # in the Hub's cache
+        stored = open_tensors(files) if self.source is None else self.source.open(model)
+        if self.form is None:
+            return stored
+        from .stored_forms.forms import as_plain
+
+        return as_plain(stored, self.form)
+
+    def _shown_quantized(
+        self, quantized: "dict[str, QuantizedOnDisk]", targets: dict[str, Destination]
+    ) -> dict[str, Any]:
+        """Return, by key, what stands for weights that are stored in 4 bits, each read when transformers reaches it."""
+        if self.quantizing is None:
+            return {}
+        here = [key for key in quantized if targets[key].name in self.quantizing.weights]
+        for key in here:
+            self.quantizing.read_quantized(
+                targets[key].name, quantized[key], targets[key].converter is not None
+            )
+        self.quantizing.shape(self.converted)
+        return {key: torch.empty(0) for key in here}
 
     def _with_added_layers(
         self, model: Any, stored: dict[str, TensorOnDisk]
@@ -183,6 +193,9 @@ class _Loader:
         quantized = self.plan.quantized
         if quantized is None or not quantized.as_stored:
             return
+        from ..distributed.files.stored_rows import StoredRow
+        from .kept_as_stored import stored_sources
+
         sources = stored_sources(
             self.plan, model, stored, targets, tells=not any(self.mesh.ranks.values())
         )
@@ -327,8 +340,11 @@ class _Loader:
             if parameter.dtype != shares.tensors[owner].dtype:
                 parameter.data = parameter.data.to(shares.tensors[owner].dtype)
             put_parameter(model, name, parameter)
-        for name, row in self.rows.items():
-            hold_quantized(model, name, row.encoding)
+        if self.rows:
+            from ..features.quantization.quantized_modules import hold_quantized
+
+            for name, row in self.rows.items():
+                hold_quantized(model, name, row.encoding)
         return shares
 
 
@@ -407,44 +423,3 @@ def materialize_buffers(
     """Replace a model's meta buffers by real ``buffers``, and move existing buffers to ``device``."""
     for name, buffer in list(model.named_buffers()):
         put_buffer(model, name, buffers.get(name, buffer).to(device))
-
-
-@torch.no_grad()
-def load_weights(model: nn.Module, directory: str | Path) -> None:
-    """Replace a model's weights, or only its adapter, by those of a plain checkpoint; call it on every rank."""
-    runtime = runtime_of(model)
-    with all_or_none(runtime.mesh, f"{directory} could not be loaded"):
-        finish_move(directory)
-        if runtime.adapters is None:  # or they look where each of them is
-            refuse_foreign(Path(directory))
-        if (by_stock := by_peft.found_around(runtime, model)) is not None:
-            by_peft.load(by_stock, str(directory))
-            return
-        if (adapters := runtime.adapters) is not None:
-            shares = adapters.read_saved(str(directory), runtime)
-        else:
-            form = form_in(Path(directory))
-            options = {"dtype": runtime.model.dtype}
-            # Of the same model as plain values, whose config describes no quantized weights.
-            if form is not None:
-                options["config"] = runtime.model.config
-            kind = stock_class(runtime.model)
-            plan = runtime.plan
-            _, weights, missing = load_pretrained(
-                kind,
-                str(directory),
-                runtime.model,
-                plan,
-                runtime.mesh,
-                options,
-                form=form,
-            )
-            if missing:
-                raise CheckpointError(
-                    f"{directory} lacks {len(missing)} of the model's weights, for example {sorted(missing)[0]}, "
-                    "because it is of another model: give the checkpoint that belongs to this config"
-                )
-            shares = weights.tensors
-    for planned, parameter in runtime.parameters():
-        if planned.name in shares:
-            local_tensor(parameter).copy_(shares[planned.name])

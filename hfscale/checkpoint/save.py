@@ -23,11 +23,12 @@ from ..features.adapters import by_peft
 from ..features.adapters.several import directories_of
 from ..features.adapters.storage import AdapterFiles, save_adapter
 from ..features.quantization.part import refuse_quantized
-from ..train import guards
 from ..train.around import refuse_without_around
+from ..train.guards import replicas
+from ..train.guards.part import as_built
 from ..train.runtime import Runtime, runtime_of, writing
 from ..train.runtime.full_tensors import full_tensors, tensors_to_save
-from .carried import carried_tensors, copy_files, copy_tensors
+from .copied import carried_tensors, copy_files, copy_tensors
 from .stored_forms.encoding import QuantizedAgain, quantized_again
 from .stored_forms.scheme import describe_form
 
@@ -113,9 +114,9 @@ def _together(
     """Wait for every rank to make the ``call``; if one rank fails inside the ``with`` block, let all ranks fail."""
     writing.everyone_arrives(runtime.mesh, timeout, call)
     failing = writing.all_or_none(runtime.mesh, f"{target} could not be written")
-    with failing, guards.as_built(runtime):
+    with failing, as_built(runtime):
         if check_replicas:
-            guards.check_replicas(runtime, call)
+            replicas.check_replicas(runtime, call)
         yield
 
 

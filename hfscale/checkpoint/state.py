@@ -36,7 +36,7 @@ from .._compat.torch_device import device_module, is_accelerator
 from ..distributed.files.directories import target_of
 from ..distributed.processes import host_group
 from ..errors import CheckpointError, check_count, in_words
-from ..train import guards
+from ..train.guards import replicas
 from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.writing import all_or_none, everyone_arrives, is_writer, saving
 from .state_directory import none_to_resume, run_of
@@ -166,7 +166,7 @@ def save_state(
     if check_replicas:
         with all_or_none(runtime.mesh, f"{target} could not be written"):
             wait_for_saves()
-            guards.check_replicas(runtime, call)
+            replicas.check_replicas(runtime, call)
     taken = taken_now(runtime, target, optimizer, count, others)
     if asynchronous:
         write_behind(taken, target, lambda: write_state(taken, target, keep_last, keep_every))

@@ -29,7 +29,7 @@ from ..plan.state_tensor import StateTensor, like, own, whole
 from ..train.runtime import Runtime, local_tensor
 from ..train.runtime.full_tensors import in_order, tensors_of_stage
 from ..train.runtime.writing import all_or_none, is_writer, not_finite, warn_of_not_finite
-from .carried import carried_by
+from .coverage import carried_by
 from .random_states import random_states
 from .state_directory import NewState, prune
 from .state_format import INDEX, StateIndex, is_written_by, rest_name, weights_name

@@ -17,7 +17,7 @@ from ..train.guards.replicas import checksum
 from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.full_tensors import SavedTensor, full_tensors, shares, tensors_to_save
 from ..train.runtime.parameter_names import stock_name
-from .carried import carried_tensors
+from .copied import carried_tensors
 from .stored_forms.encoding import QuantizedAgain, quantized_again
 
 _NONE = torch.empty(0)  # yielded on ranks that get no weights

@@ -56,22 +56,22 @@ class Mesh:
         """This process's global rank."""
         return 0 if self.device_mesh is None else self.device_mesh.get_rank()
 
-    @property
+    @cached_property
     def pp_rank(self) -> int:
         """This rank's pipeline rank."""
         return self.ranks["pp"]
 
-    @property
+    @cached_property
     def cp_rank(self) -> int:
         """This rank's index among the context ranks of its sequences."""
         return self.ranks["cp"]
 
-    @property
+    @cached_property
     def tp_rank(self) -> int:
         """This rank's index among the tensor ranks of its batch."""
         return self.ranks["tp"]
 
-    @property
+    @cached_property
     def tp_group(self) -> dist.ProcessGroup | None:
         """The group of the tensor ranks; ``None`` if there is one tensor rank."""
         return self.group("tp")
@@ -152,24 +152,29 @@ class Mesh:
             )
         return [value for value, _ in every]
 
-    @property
+    @cached_property
     def batch_groups(self) -> list[dist.ProcessGroup]:
         """The groups whose all-reduces, run one after the other, sum over all distinct batches."""
         if self.context is None:
             return self.loss_groups
         return [*filter(None, [self.whole_sequences]), *self.groups("dp_replicate")]
 
-    @property
+    @cached_property
     def loss_groups(self) -> list[dist.ProcessGroup]:
         """The groups over which losses and counts of labels and tokens are summed: all ranks with different tokens."""
         return self.groups("dp_shard", "dp_replicate")
+
+    @cached_property
+    def groups_of_terms(self) -> list[dist.ProcessGroup]:
+        """Groups to reduce a step's loss over: :attr:`loss_groups`, and the pipeline stages."""
+        return [*self.loss_groups, *self.groups("pp")]
 
     @property
     def speaks_for_stage(self) -> bool:
         """Return whether this is the first rank of its pipeline stage."""
         return not any(rank for axis, rank in self.ranks.items() if axis != "pp")
 
-    @property
+    @cached_property
     def speaks_for_batch(self) -> bool:
         """Return whether this is the first of the ranks that receive the same batch."""
         return self.pp_rank == self.tp_rank == self.cp_rank == 0
@@ -196,7 +201,7 @@ class Mesh:
         """The number of distinct batches in one step."""
         return self.layout.batch_world
 
-    @property
+    @cached_property
     def data_world(self) -> int:
         """The number of ranks with different tokens, over which the data axes average gradients."""
         return self.layout.data_world

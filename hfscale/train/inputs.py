@@ -17,7 +17,7 @@ from .._compat.transformers.classes import (
 from .._compat.transformers.computing import uses_flash_attention
 from ..errors import ConfigError
 from ..plan.feature_plans import ROUTES
-from .guards import before_step, check_model
+from .guards.part import before_step, check_model
 from .packed_rows.facts import refuse_lengths_alone, tell_of_numbers, with_document_lengths
 from .packed_rows.guard import check_counted
 from .runtime import Batch, Part, Runtime, StepLoss
@@ -30,7 +30,6 @@ from .runtime.batches import (
     to_device,
     total_of,
 )
-from .runtime.parameter_names import stock_name
 
 # Indices into embedding tables.
 _INDICES = (
@@ -90,6 +89,10 @@ def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss)
             f"a step needs 'labels' in every batch, but found only {', '.join(batch)}"
         )
     _check_names(batch, names, takes_more or not loss.needs_labels)
+    if batch.get(ROUTES) is not None and not runtime.plan.mixtures:
+        raise ConfigError(
+            f"{class_name(runtime.model)} has no mixtures of experts, so it takes no routes: leave them out"
+        )
     for name, value in batch.items():
         _check_value(name, value, runtime.mesh.device)
     if batch.get("logits_to_keep"):
@@ -232,7 +235,8 @@ def prepare(
         loss = _loss_of(runtime, loss)
         try:
             given, rows = _agreed(runtime, loss, batch, train, routes)
-            _refuse_outside(runtime, sum(row.outside for row in rows))
+            if outside := sum(row.outside for row in rows):
+                _refuse_outside(runtime, outside)
             for microbatch, counts in zip(given, rows, strict=True):
                 microbatch.learn(counts)
             check_counted(runtime.model, given)
@@ -268,7 +272,7 @@ def _as_the_model_takes(
     model: nn.Module, microbatches: Sequence[Microbatch], device: torch.device
 ) -> list[Microbatch]:
     """Return microbatches on the device, with what flash attention needs, and without a cache."""
-    if uses_flash_attention(model):
+    if any(each.by_positions for each in microbatches) and uses_flash_attention(model):
         microbatches = [
             each.like(with_document_lengths(each, model)) if each.by_positions else each
             for each in microbatches
@@ -310,40 +314,13 @@ def _agreed(
 
 
 def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
-    """Return the loss for which the step is normalized; raise for models and parameters that no batch can train."""
+    """Return the loss for which the step is normalized; raise :class:`ConfigError` for models that have no loss."""
     loss = asked or runtime.loss
     if loss is None:
         raise ConfigError(
             f"train_step normalizes a causal language model's loss, but {class_name(runtime.model)} has another "
             f"loss (loss_type {getattr(runtime.model, 'loss_type', None)!r}): pass train_step a loss_fn, or loop over "
             "loss = model(**batch).loss and loss.backward() instead"
-        )
-    if runtime.mesh.layout.total_size == 1:  # in one process, added parameters join the plan
-        return loss
-    known = (
-        runtime.plan.by_name
-    )  # does not contain parameters that were added after the model was built
-
-    def added(live: Mapping[str, nn.Parameter]) -> list[str]:
-        strange = {name for name in live.keys() - known.keys() if stock_name(name) not in known}
-        return (
-            [
-                name
-                for name, parameter in live.items()
-                if name in strange and parameter.requires_grad
-            ]
-            if strange
-            else []
-        )
-
-    # an unknown name may be a second name of a parameter in the plan
-    if added(runtime.live_parameters()) and (
-        unknown := added(dict(runtime.model.named_parameters()))
-    ):
-        raise ConfigError(
-            f"{len(unknown)} parameters that train are not in the plan, for example {unknown[0]}, so their gradients "
-            "would not be summed over ranks: add adapters with hfscale.get_peft_model(model, config), and make any "
-            "other change before the model is parallelized"
         )
     return loss
 
@@ -362,13 +339,12 @@ def _vocabulary(runtime: Runtime, batches: Sequence[Batch]) -> int | None:
 
 
 def _refuse_outside(runtime: Runtime, outside: int) -> None:
-    if outside:
-        head = runtime.plan.by_name.get(f"{runtime.plan.head}.weight")
-        known = (runtime.plan.lookup_shape or (0,))[0] if head is None else head.shape[0]
-        raise ConfigError(
-            f"{outside} labels or input tokens are outside of the vocabulary of {known} tokens: mask labels with -100, "
-            "and resize the embeddings for a tokenizer with more tokens before the model is parallelized"
-        )
+    head = runtime.plan.by_name.get(f"{runtime.plan.head}.weight")
+    known = (runtime.plan.lookup_shape or (0,))[0] if head is None else head.shape[0]
+    raise ConfigError(
+        f"{outside} labels or input tokens are outside of the vocabulary of {known} tokens: mask labels with -100, "
+        "and resize the embeddings for a tokenizer with more tokens before the model is parallelized"
+    )
 
 
 def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> list[Microbatch]:

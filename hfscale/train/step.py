@@ -1,39 +1,32 @@
 """Run training and evaluation steps with the same code for every layout."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, check_number, check_switch
-from .around import labels_around, refuse_loss_around, refuse_trained_around
-from .distillation import ModelTeacher
 from .inputs import prepare
-from .outputs import KeptOutputs
-from .runtime import Batch, Objective, Runtime, runtime_of
-from .runtime.batches import Microbatch
-from .user_loss import (
-    LossOfOutputs,
-    LossOfScores,
-    UserFunction,
-    UserLoss,
-    loss_of_scores,
-    refuse_without_flush,
-)
+from .runtime import Batch, Objective, Part, Runtime, runtime_of
+from .runtime.objective import OwnLoss
+
+if TYPE_CHECKING:  # imported where such a loss is asked for
+    from .distillation import ModelTeacher
+    from .user_loss import LossOfOutputs, LossOfScores
 
 
 def train_step(
     model: nn.Module,
     batch: Batch | Sequence[Batch],
-    loss_fn: LossOfOutputs | None = None,
+    loss_fn: "LossOfOutputs | None" = None,
     *,
     label_smoothing: float = 0.0,
     num_items_in_batch: float | Sequence[float] | None = None,
-    score_loss: LossOfScores | None = None,
+    score_loss: "LossOfScores | None" = None,
     temperature: float = 1.0,
     routes: Tensor | Sequence[Tensor] | None = None,
-    teacher: ModelTeacher | None = None,
+    teacher: "ModelTeacher | None" = None,
 ) -> Tensor:
     """Run forward and backward over this rank's batch, and leave reduced gradients in ``.grad``.
 
@@ -74,29 +67,32 @@ def train_step(
         without a flush, loss and gradients belong to an earlier batch: see :func:`drain`.
     """
     runtime = runtime_of(model)
-    refuse_loss_around(runtime, model)
-    refuse_trained_around(runtime, model)
-    _check_losses(
-        runtime, loss_fn, score_loss, label_smoothing, num_items_in_batch, temperature, teacher
-    )
+    others = (loss_fn, score_loss, teacher)
+    if others != (None, None, None) or (label_smoothing, temperature) != (0, 1):
+        _check_losses(
+            runtime, loss_fn, score_loss, label_smoothing, num_items_in_batch, temperature, teacher
+        )
+    if model is not runtime.model:  # PEFT's, or a module of the user's
+        from .around import labels_around, refuse_loss_around, refuse_trained_around
+
+        refuse_loss_around(runtime, model)
+        refuse_trained_around(runtime, model)
+        if num_items_in_batch is None:
+            num_items_in_batch = labels_around(model, batch)
     if loss_fn is not None:
+        from .user_loss import UserLoss
+
         return UserLoss(runtime, loss_fn).run(model, batch, train=True, routes=routes)
-    scored = (
-        None
-        if score_loss is None
-        else UserFunction(runtime, "score_loss", score_loss, ("scores", "index"))
-    )
-    counted = num_items_in_batch is not None or score_loss is not None
-    items = num_items_in_batch if counted else labels_around(model, batch)
-    microbatches, count, objective = _prepared(
-        runtime, batch, True, items, label_smoothing, teacher, routes
-    )
-    if scored is not None:
-        objective = loss_of_scores(runtime, count, scored, temperature, batch, len(microbatches))
-    loss = runtime.run_step(model, microbatches, objective, backward=True)
-    if scored is not None:
-        scored.agree()
-    return loss
+    if score_loss is not None:
+        from .user_loss import train_by_scores
+
+        return train_by_scores(runtime, model, batch, score_loss, temperature, routes)
+    signals = None if teacher is None else teacher.signals(batch)
+    microbatches, num_labels = prepare(runtime, batch, train=True, routes=routes)
+    divisors = _divisors(num_labels, num_items_in_batch, len(microbatches))
+    objective = _objective(runtime, divisors, label_smoothing, teacher, signals)
+    with runtime.around(Part.around_step, microbatches, True):
+        return runtime.executor.run(model, microbatches, objective, backward=True)
 
 
 def _check_losses(
@@ -106,10 +102,11 @@ def _check_losses(
     smoothing: float,
     items: Any,
     temperature: float,
-    teacher: ModelTeacher | None,
+    teacher: "ModelTeacher | None",
 ) -> None:
     """Raise :class:`ConfigError` if arguments of different losses are combined."""
-    _check_teacher(runtime, teacher, bool(loss_fn or score_loss or smoothing))
+    if teacher is not None:
+        _check_teacher(runtime, teacher, bool(loss_fn or score_loss or smoothing))
     if (loss_fn or score_loss) and runtime.plan.adds_loss:
         _refuse_beside("loss_fn or score_loss", runtime.plan.adds_loss)
     check_number("label_smoothing", smoothing, least=0, most=1)
@@ -125,9 +122,10 @@ def _check_losses(
         )
 
 
-def _check_teacher(runtime: Runtime, teacher: ModelTeacher | None, other: bool) -> None:
-    if teacher is None:
-        return
+def _check_teacher(runtime: Runtime, teacher: "ModelTeacher", other: bool) -> None:
+    from .distillation import ModelTeacher
+    from .user_loss import refuse_without_flush
+
     if not isinstance(teacher, ModelTeacher):
         raise ConfigError(
             f"teacher must be an hfscale.Teacher, got {type(teacher).__name__}: pass hfscale.Teacher(teacher, model)"
@@ -165,12 +163,12 @@ def drain(model: nn.Module) -> Iterator[Tensor]:
 def eval_step(
     model: nn.Module,
     batch: Batch | Sequence[Batch],
-    loss_fn: LossOfOutputs | None = None,
+    loss_fn: "LossOfOutputs | None" = None,
     *,
     label_smoothing: float = 0.0,
     num_items_in_batch: float | None = None,
     return_outputs: bool = False,
-    teacher: ModelTeacher | None = None,
+    teacher: "ModelTeacher | None" = None,
 ) -> Any:
     """Return the loss that :func:`train_step` would return, without gradients, in the model's current mode, and without
     the losses of layers in addition to the stock model.
@@ -187,19 +185,29 @@ def eval_step(
     runtime = runtime_of(model)
     check_number("label_smoothing", label_smoothing, least=0, most=1)
     check_switch("return_outputs", return_outputs)
-    _check_teacher(runtime, teacher, bool(loss_fn or label_smoothing))
-    kept = KeptOutputs(runtime) if return_outputs else None
+    if teacher is not None:
+        _check_teacher(runtime, teacher, bool(loss_fn or label_smoothing))
+    if loss_fn is not None and (label_smoothing or num_items_in_batch is not None):
+        _refuse_beside("loss_fn", "label_smoothing and num_items_in_batch")
+    kept = None
+    if return_outputs:
+        from .outputs import KeptOutputs
+
+        kept = KeptOutputs(runtime)
     if loss_fn is not None:
-        if label_smoothing or num_items_in_batch is not None:
-            _refuse_beside("loss_fn", "label_smoothing and num_items_in_batch")
+        from .user_loss import UserLoss
+
         loss = UserLoss(runtime, loss_fn, kept).run(model, batch, train=False)
     else:
-        if num_items_in_batch is None:
+        if num_items_in_batch is None and model is not runtime.model:
+            from .around import labels_around
+
             num_items_in_batch = labels_around(model, batch)
-        microbatches, _, mean = _prepared(
-            runtime, batch, False, num_items_in_batch, label_smoothing, teacher
-        )
-        objective = mean if kept is None else kept.recording(mean)
+        signals = None if teacher is None else teacher.signals(batch)
+        microbatches, num_labels = prepare(runtime, batch, train=False)
+        divisors = _divisors(num_labels, num_items_in_batch, len(microbatches))
+        objective = _objective(runtime, divisors, label_smoothing, teacher, signals)
+        objective = objective if kept is None else kept.recording(objective)
         loss = runtime.run_step(model, microbatches, objective, backward=False)
     if kept is None:
         return loss
@@ -247,28 +255,25 @@ def _divisor(asked: Any, count: Tensor, alone: bool) -> Tensor:
     return torch.full((), float(asked) or 1.0, device=count.device)
 
 
-def _prepared(
+def _objective(
     runtime: Runtime,
-    batch: Any,
-    train: bool,
-    items: Any,
+    divisors: Sequence[Tensor],
     label_smoothing: float,
-    teacher: ModelTeacher | None,
-    routes: Any = None,
-) -> tuple[list[Microbatch], Tensor, Objective]:
-    """Return microbatches, the number of labels, and the objective: the model's own loss or a teacher's loss."""
-    signals = None if teacher is None else teacher.signals(batch)
-    microbatches, count = prepare(runtime, batch, train, routes=routes)
-    divisors = _divisors(count, items, len(microbatches))
-    if teacher is not None and signals is not None:
-        return microbatches, count, teacher.objective(signals, divisors)
+    teacher: "ModelTeacher | None",
+    signals: Any,
+) -> Objective:
+    """Return the objective of the model's own loss, or of a teacher's loss: each microbatch's sum over its labels,
+    divided by the microbatch's divisor.
+    """
+    if teacher is not None:
+        return teacher.objective(signals, divisors)
     loss = runtime.loss
     assert loss is not None  # checked as the step was prepared
-    loss.check_smoothing(label_smoothing)
-    mean = Objective(
+    if label_smoothing and isinstance(loss, OwnLoss):
+        loss.refuse_smoothing(label_smoothing)
+    return Objective(
         lambda model, batch, index: loss.loss_of(model, batch, divisors[index], label_smoothing)
     )
-    return microbatches, count, mean
 
 
 def batch_rank(model: nn.Module) -> int:

@@ -149,25 +149,29 @@ def token_scores(
     return TokenScores(*from_last_stage(runtime, [joined])[0].values())
 
 
-def loss_of_scores(
+def train_by_scores(
     runtime: Runtime,
-    count: Tensor,
-    score_loss: UserFunction,
-    temperature: float,
+    model: nn.Module,
     batch: Any,
-    passes: int,
-) -> Objective:
-    """Return the objective of a user's ``score_loss``, its mean over distinct batches; raise if batches are split."""
+    score_loss: LossOfScores,
+    temperature: float,
+    routes: Any,
+) -> Tensor:
+    """Run a step of a user's ``score_loss``, and return its mean over distinct batches. Refuse batches that are split
+    over ranks.
+    """
+    user = UserFunction(runtime, "score_loss", score_loss, ("scores", "index"))
+    microbatches, count = prepare(runtime, batch, train=True, routes=routes)
     refuse_without_flush(runtime, "score_loss")
     given = 1 if isinstance(batch, Mapping) else len(batch)
-    if given != passes:
+    if given != (passes := len(microbatches)):
         raise ConfigError(
             f"score_loss needs the {given} given batch(es) whole, but the schedule would split them into {passes} "
             "microbatches: pass a list of microbatches whose length the schedule takes, and leave num_microbatches out"
         )
 
     def read(found: Any) -> Tensor:
-        total = score_loss.scalar(found, "a microbatch's loss")
+        total = user.scalar(found, "a microbatch's loss")
         if not total.requires_grad:
             raise ConfigError(
                 "score_loss returned a loss without a graph: make it of the scores, without .detach()"
@@ -177,11 +181,13 @@ def loss_of_scores(
     def loss(called: Any, microbatch: Microbatch, index: int) -> Tensor:
         scores = _scores(runtime, called, microbatch, count, temperature)
         return (
-            score_loss(read, scores, index, instead=0.0 * scores.log_probs.sum())
+            user(read, scores, index, instead=0.0 * scores.log_probs.sum())
             / runtime.mesh.data_world
         )
 
-    return Objective(loss, recomputes=True)
+    total = runtime.run_step(model, microbatches, Objective(loss, recomputes=True), backward=True)
+    user.agree()
+    return total
 
 
 def _scores(

@@ -262,7 +262,9 @@ def loads_checkpoint(directory: str) -> None:
     def load() -> None:
         hfscale.from_pretrained(directory, parallel=ParallelConfig(tp_size=2))
 
-    check(load, {"checkpoint.load.as_plain": (0, 1), "distributed.files.reader.os.preadv": (0, 1)})
+    check(
+        load, {"checkpoint.load.open_tensors": (0, 1), "distributed.files.reader.os.preadv": (0, 1)}
+    )
     load()
 
 

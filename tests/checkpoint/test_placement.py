@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import hfscale
-from hfscale.checkpoint import load_pretrained
+from hfscale.checkpoint.load import load_pretrained
 from hfscale.distributed.process_groups import build_mesh
 
 from ..tiny_models import tiny

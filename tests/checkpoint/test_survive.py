@@ -18,7 +18,8 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale.checkpoint.state_directory import candidates
 from hfscale.testing import RankPool
-from hfscale.train import BadStepError, BadSteps, preemption
+from hfscale.train import preemption
+from hfscale.train.gradient_norm import BadStepError, BadSteps
 from hfscale.train.runtime.writing import saving
 
 from ..tiny_models import tiny

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, Qwen3MoeConfig
 import hfscale
 from hfscale import ParallelConfig, RoutingConfig
 from hfscale.distributed.ops import collectives
-from hfscale.parallel.tensor import RandomStreams
+from hfscale.parallel.tensor.part import RandomStreams
 from hfscale.train.runtime import runtime_of
 from hfscale.train.runtime.batches import Counts
 

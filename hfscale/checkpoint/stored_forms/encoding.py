@@ -20,7 +20,7 @@ from ...distributed.files.reader import Box
 from ...distributed.files.sources import open_weights
 from ...distributed.files.writer import Shaped
 from ...errors import CheckpointError, ConfigError
-from ..carried import carried_by
+from ..coverage import carried_by
 from .arithmetic import powers_of_two, scaled_twice, words_of
 from .forms import as_plain, in_the_file
 from .scheme import ENCODED, StoredForm, form_in

@@ -20,7 +20,7 @@ from ...errors import ConfigError, check_count, check_switch
 from ...features.memory.recomputation import Recomputation
 from ...features.quantization.quantized_modules import beside_quantized
 from ...models.module_kinds import experts_per_token
-from ...parallel.data import DataParallel
+from ...parallel.data.part import DataParallel
 from ...parallel.pipeline.microbatches import in_flight_together
 from ...plan import Plan
 from ...plan.feature_plans import offloaded, refuse_aside

@@ -40,11 +40,11 @@ from ...distributed.mesh import EXPERT_AXES, MESH_AXES, Mesh
 from ...features.adapters.storage import read_config
 from ...parallel.pipeline.placeholders import drop_other_stages
 from ...parallel.pipeline.run import Pipeline
-from ...parallel.tensor import cut_parameters
+from ...parallel.tensor.part import cut_parameters
 from ...plan import Plan
-from ...train import train_step
 from ...train.runtime import Runtime, runtime_of
 from ...train.runtime.shards import LocalWeights
+from ...train.step import train_step
 from ..model.job import Job
 from ..model.model_shape import ModelShape
 from ..model.traffic import ring_share

@@ -26,8 +26,8 @@ from .directories import check_inside
 from .pieces import Piece, TensorInPieces
 from .reader import NAMES, Box, RawFile, TensorOnDisk
 from .torch_file import TensorInTorchFile
+from .weight_files import METADATA
 
-METADATA = ".metadata"
 _OF_OPTIMIZERS = "optim"
 # Parts that wrappers (``torch.compile``, FSDP, activation checkpointing) add to the names of parameters.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})

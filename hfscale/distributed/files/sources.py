@@ -20,12 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from ...extensions import all_provided
-from .dcp import METADATA, open_checkpoint
+from ...extensions import all_provided, imported
 from .reader import TensorOnDisk
-from .sliced_files import open_slices
-from .torch_file import TorchFile
-from .weight_files import SLICED, open_tensors, weight_files
+from .weight_files import METADATA, SLICED, open_tensors, weight_files
 
 _CONFIG = "config.json"
 # names of weight files begin so; names of a saved state's shards do not
@@ -120,16 +117,18 @@ def ask_added(question: str, *given: Any) -> Any:
 class _Form:
     words: str
     pattern: str  # matches a file that every directory of this form has
-    reader: Callable[[Path], dict[str, TensorOnDisk]]
+    reader: str  # module and name of the :attr:`Source.reader`, in this package
 
 
 _FORMS = (
-    _Form("slices of transformers' distributed saving", SLICED, open_slices),
-    _Form("a distributed checkpoint of torch's (DCP)", METADATA, open_checkpoint),
+    _Form("slices of transformers' distributed saving", SLICED, "sliced_files:open_slices"),
+    _Form("a distributed checkpoint of torch's (DCP)", METADATA, "dcp:open_checkpoint"),
     _Form(
-        "FSDP's shards (DCP) beside a state", "pytorch_model_fsdp_0/" + METADATA, open_checkpoint
+        "FSDP's shards (DCP) beside a state",
+        "pytorch_model_fsdp_0/" + METADATA,
+        "dcp:open_checkpoint",
     ),
-    _Form("FSDP's full state dict", _FULL, lambda directory: TorchFile(directory / _FULL).slices()),
+    _Form("FSDP's full state dict", _FULL, "sources:_open_full"),
 )
 
 
@@ -145,9 +144,13 @@ def find_source(path: Path) -> Source | None:
         return None if by_host else Source("weights alone", path, _open_plain)
     for form in _FORMS:
         for found in sorted(path.glob(form.pattern))[:1]:
-            return Source(form.words, found.parent, form.reader)
+            return Source(form.words, found.parent, imported(f"{__package__}.{form.reader}"))
     added: Source | None = ask_added("find", path)
     return added
+
+
+def _open_full(directory: Path) -> dict[str, TensorOnDisk]:
+    return open_tensors([directory / _FULL])
 
 
 def _open_plain(directory: Path) -> dict[str, TensorOnDisk]:

@@ -6,11 +6,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from .reader import SafetensorsFile, TensorOnDisk
-from .torch_file import TorchFile
 
 _OF_TORCH = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 SLICED = "shard-?????-model-?????-of-?????.safetensors"
 """Pattern of files that hold one slice of every tensor: see :mod:`.sliced_files`."""
+METADATA = ".metadata"  # the index file of a distributed checkpoint: see :mod:`.dcp`
 TORCH_INDEX = "pytorch_model.bin.index.json"
 
 
@@ -31,6 +31,10 @@ def open_tensors(files: Iterable[str | Path]) -> dict[str, TensorOnDisk]:
     """Return a lazy tensor for every tensor of several files."""
     tensors: dict[str, TensorOnDisk] = {}
     for file in files:
-        kind = TorchFile if str(file).endswith(".bin") else SafetensorsFile
-        tensors.update(kind(file).slices())
+        if str(file).endswith(".bin"):
+            from .torch_file import TorchFile
+
+            tensors |= TorchFile(file).slices()
+        else:
+            tensors |= SafetensorsFile(file).slices()
     return tensors

@@ -29,8 +29,8 @@ from ..._compat.peft import (
     note_casts,
 )
 from ..._compat.peft_shared import sample_through
-from ...parallel.tensor import TensorParallel
 from ...parallel.tensor.edges import Overlap
+from ...parallel.tensor.part import TensorParallel
 from ...parallel.tensor.partial_gradients import (
     PartialSums,
     computes_with,

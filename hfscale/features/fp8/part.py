@@ -42,10 +42,6 @@ class Float8(Part):
     def __init__(self) -> None:
         self._projections: list[tuple[nn.Module, Float8Projection]] = []
 
-    def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether the plan has products in fp8."""
-        return runtime.plan.feature(ProductsPlan) is not None
-
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Replace the forward of the planned projections. This part comes before those that wrap modules: tensor
         parallelism and recomputation.

@@ -9,8 +9,8 @@ from typing import Any
 from ...errors import did_you_mean
 from ...models.module_kinds import PROJECTIONS, weight_dims
 from ...models.names import wild_name
-from ...plan.drafting.draft import Draft
-from ...plan.feature_plans import ProductsPlan
+from ...plan.drafting.draft import Draft, Planned
+from ...plan.feature_plans import ProductsPlan, gathered_in_8_bits
 
 _MULTIPLE = 16  # tensor cores need both sizes of a weight to be multiples of this
 
@@ -89,3 +89,13 @@ def _refuse_parts(draft: Draft, chosen: tuple[str, ...]) -> None:
             f"{', '.join(dict.fromkeys(map(wild_name, refused)))}, and rounding each term differs from rounding the "
             f"sum: leave them out in every layout, with float8=hfscale.Float8Config(leave_out={names!r})"
         )
+
+
+def multiplies_in_8_bits(model: Planned) -> bool:
+    """Return whether projections are planned in fp8."""
+    return model.plan.feature(ProductsPlan) is not None
+
+
+def gathers_in_8_bits(model: Planned) -> bool:
+    """Return whether weights are gathered in fp8."""
+    return bool(gathered_in_8_bits(model.plan))

@@ -181,10 +181,9 @@ class KeptActivations(Part):
             offloaded(runtime.plan).activations,
             compressed(runtime.plan),
         )
-        if self._to_host is not None or self._to_bytes is not None:
-            rounds_routes = self._to_bytes is not None and bool(runtime.plan.mixtures)
-            for name in filter(runtime.is_local, runtime.plan.layers):
-                self._wrap(runtime.model.get_submodule(name), rounds_routes)
+        rounds_routes = self._to_bytes is not None and bool(runtime.plan.mixtures)
+        for name in filter(runtime.is_local, runtime.plan.layers):
+            self._wrap(runtime.model.get_submodule(name), rounds_routes)
 
     @property
     def rounds(self) -> bool:

@@ -8,8 +8,15 @@ from ..._compat.transformers.implementations import implementation_of
 from ...errors import did_you_mean
 from ...models.fields import HEAD_FIELDS, counts, text_config
 from ...models.names import wild_name
-from ...plan.drafting.draft import Draft
-from ...plan.feature_plans import CompressPlan, OffloadPlan, RecomputePlan, ScoresPlan
+from ...plan.drafting.draft import Draft, Planned
+from ...plan.feature_plans import (
+    CompressPlan,
+    OffloadPlan,
+    RecomputePlan,
+    ScoresPlan,
+    compressed,
+    offloaded,
+)
 
 _ATTENTION = "ALL_ATTENTION_FUNCTIONS"  # transformers' table in which modeling files look up attention functions
 
@@ -211,3 +218,13 @@ def _refuse_unknown_operators(draft: Draft) -> None:
             draft.problem(
                 f"recompute_keep: {name} works in place and returns no new tensor to keep: leave {name} out"
             )
+
+
+def recomputes(model: Planned) -> bool:
+    """Return whether modules run again in the backward pass."""
+    return model.plan.feature(RecomputePlan) is not None
+
+
+def moves_activations(model: Planned) -> bool:
+    """Return whether activations are kept on the host, or in 8 bits."""
+    return offloaded(model.plan).activations is not None or compressed(model.plan) is not None

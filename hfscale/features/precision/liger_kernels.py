@@ -46,8 +46,6 @@ def check_kernels(
     Raises:
         ConfigError: Liger is not installed, or has no such kernels for this family or device.
     """
-    if asked is False:
-        return
     said = f"use_liger_kernel={asked!r}"
     if not is_installed():
         raise ConfigError(
@@ -61,7 +59,7 @@ def check_kernels(
     known = switches_of_family(family)
     if known is None:
         raise ConfigError(f"{said}: Liger has no kernels for {family}: leave use_liger_kernel out")
-    given = {} if asked is True else asked
+    given = asked if isinstance(asked, Mapping) else {}
     for name in given:
         if name not in known:
             others = ", ".join(kernel for kernel in known if kernel not in LOSSES)
@@ -72,10 +70,6 @@ def check_kernels(
 
 class LigerKernels(Part):
     """Install Liger's kernels if ``use_liger_kernel`` requests them."""
-
-    def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether ``use_liger_kernel`` requests kernels."""
-        return runtime.options.use_liger_kernel is not False
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install the kernels. This part comes before those that wrap modules: tensor parallelism and recomputation."""

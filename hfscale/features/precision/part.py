@@ -46,7 +46,7 @@ class Autocast(Part):
         model = runtime.model
         cast = runtime.options.casts_parameters
         by_data_ranks = runtime.mesh.data_world > 1 and runtime.plan.family not in WIDENS_INSIDE
-        if dtype is None or (by_data_ranks and not cast):
+        if by_data_ranks and not cast:
             return
         forward: Callable[..., Any] = model.forward
         device = runtime.mesh.device.type
@@ -66,12 +66,6 @@ class ParameterCasts(Part):
     Under ``mixed_precision="bf16_params"`` all parameters are copied, and the model computes like one loaded in 16
     bits. Otherwise only the projections in pipeline stages are copied, since autocast would make a copy per microbatch.
     """
-
-    def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether this part makes copies of parameters."""
-        return runtime.shares_casts or (
-            runtime.options.casts_parameters and runtime.mesh.data_world == 1
-        )
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Wrap the forward of modules, inside tensor parallelism's hooks. If all parameters are cast, wrap every module
@@ -198,10 +192,6 @@ class LossScaling(Part):
         self.skipped = 0
         self.overflowed = False
         self._within = False
-
-    def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether activations are computed in float16."""
-        return runtime.options.mixed_precision == "fp16"
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install a hook that raises :class:`ConfigError` for training passes outside of ``train_step``, whose loss

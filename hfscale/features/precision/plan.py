@@ -1,7 +1,7 @@
 """Check that parameters of a model can be cast to 16 bits."""
 
 from ...models.precision import WIDENS_AROUND, WIDENS_INSIDE
-from ...plan.drafting.draft import Draft
+from ...plan.drafting.draft import Draft, Planned
 
 
 def plan_precision(draft: Draft) -> None:
@@ -15,3 +15,25 @@ def plan_precision(draft: Draft) -> None:
             "16-bit parameters cannot be multiplied with 32-bit activations: use mixed_precision='bf16', which casts "
             "both"
         )
+
+
+def scales_loss(model: Planned) -> bool:
+    """Return whether the loss is scaled, for gradients in float16."""
+    return model.options.mixed_precision == "fp16"
+
+
+def replaces_kernels(model: Planned) -> bool:
+    """Return whether modules compute by Liger's kernels."""
+    return model.options.use_liger_kernel is not False
+
+
+def copies_parameters(model: Planned) -> bool:
+    """Return whether modules compute with copies of parameters in 16 bits; FSDP2 makes its own over data ranks."""
+    options = model.options
+    in_stages = model.plan.stages is not None and options.mixed_precision != "no"
+    return model.plan.layout.data_world == 1 and (options.casts_parameters or in_stages)
+
+
+def computes_in_16_bits(model: Planned) -> bool:
+    """Return whether forward passes have another precision than the weights."""
+    return model.options.mixed_precision != "no"

@@ -9,16 +9,12 @@ from torch.nn.functional import pad
 
 from ..._compat.transformers.packed_rows import documents_of, text_positions
 
-IDS = "mtp_input_ids"
-TARGETS = "mtp_labels"
-"""Arguments of a forward pass, ``[b, depths, s]``. Hooks remove them before the stock model's own forward."""
-
 
 def look_ahead(
     batch: Mapping[str, Any],
     depths: int,
     shift: int,
-) -> dict[str, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return input ids and targets of ``depths`` prediction layers for every position, ``[b, depths, s]`` each.
 
     ::
@@ -46,4 +42,4 @@ def look_ahead(
         same = documents == pad(of_targets[:, depth:], end, value=-1)
         ids_ahead.append(pad(ids[:, depth:], end))
         targets_ahead.append(pad(targets[:, depth:], end, value=-100).where(same, -100))
-    return {IDS: torch.stack(ids_ahead, 1), TARGETS: torch.stack(targets_ahead, 1)}
+    return torch.stack(ids_ahead, 1), torch.stack(targets_ahead, 1)

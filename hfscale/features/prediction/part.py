@@ -28,8 +28,7 @@ from ...parallel.tensor.loss import LossTerm, VocabParallelLoss
 from ...train.runtime import Batch, Part, Runtime
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.shards import LocalWeights
-from .look_ahead import IDS, TARGETS, look_ahead
-from .plan import PredictionPlan
+from .plan import IDS, TARGETS, PredictionPlan
 
 _LABELS = ("labels", "shift_labels")
 
@@ -50,10 +49,6 @@ class MultiTokenPrediction(Part):
         # [1 + 2 depths], sums of the current step: the loss, then hits and labels of each depth
         self._step: Tensor | None = None
         self._latest: Tensor | None = None  # the same sums of the last step, over all ranks
-
-    def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether the plan has MTP layers."""
-        return runtime.plan.feature(PredictionPlan) is not None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install hooks on the rank that has the MTP layers. This part comes after the loss is installed.
@@ -158,7 +153,7 @@ class MultiTokenPrediction(Part):
             batch.get(name) is not None for name in _LABELS
         )
         if known and torch.is_grad_enabled() and self._loss.trains(model):
-            ahead = ahead or look_ahead(batch, len(self._planned.layers), self._loss.shift)
+            ahead = ahead or self._planned.fill(batch, self._loss.shift)
             self._ids = ahead[IDS]
             targets = ahead[TARGETS].transpose(0, 1).contiguous()
             hits = torch.zeros_like(targets, dtype=torch.bool)

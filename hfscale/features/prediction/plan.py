@@ -10,8 +10,11 @@ from ..._compat.transformers.prediction import PREDICTION
 from ...models.fields import text_config
 from ...plan.batch_fields import BatchField
 from ...plan.contents import Feature, PlanContents
-from ...plan.drafting.draft import Draft
-from .look_ahead import IDS, TARGETS, look_ahead
+from ...plan.drafting.draft import Draft, Planned
+
+IDS = "mtp_input_ids"
+TARGETS = "mtp_labels"
+"""Arguments of a pass, ``[b, depths, s]``, which the stock model never sees."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,10 @@ class PredictionPlan(Feature):
         """Return the ids and targets of tokens further ahead, computed before the batch is sharded: they may be tokens
         of another rank.
         """
-        return look_ahead(batch, len(self.layers), shift)
+        from .look_ahead import look_ahead
+
+        ids, targets = look_ahead(batch, len(self.layers), shift)
+        return {IDS: ids, TARGETS: targets}
 
     @property
     def optional_layers(self) -> tuple[str, ...]:
@@ -82,3 +88,8 @@ def plan_prediction(draft: Draft) -> None:
     draft.features.append(
         PredictionPlan(tuple(draft.added_layers), tuple(last[kind] for kind in wanted), text)
     )
+
+
+def predicts_ahead(model: Planned) -> bool:
+    """Return whether there are layers of multi-token prediction."""
+    return model.plan.feature(PredictionPlan) is not None

@@ -32,14 +32,15 @@ from ..._compat.accelerate import (
     schedulers_made_by,
 )
 from ..._compat.torch_device import accelerators
-from ...checkpoint import load_state, save_pretrained, save_state, wait_for_saves
+from ...checkpoint.save import save_pretrained
+from ...checkpoint.state import load_state, save_state, wait_for_saves
 from ...config.environment import started_processes, without_launcher_switches
 from ...distributed.mesh import Mesh
 from ...distributed.process_groups import latest_mesh
 from ...distributed.processes import TIMEOUT, met_before, own_device, start
 from ...errors import ConfigError
-from ...parallel.data import set_gradient_sync
-from ...train import clip_grad_norm_
+from ...parallel.data.shard import set_gradient_sync
+from ...train.gradient_norm import clip_grad_norm_
 from ...train.runtime import Runtime, find_runtime, runtime_of
 from ...train.runtime.handover import check_optimizers
 from .foreign_state import is_accelerates, load_accelerates

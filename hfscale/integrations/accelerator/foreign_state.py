@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from ...checkpoint.foreign_optimizer import load_optimizer, read_state_dict
-from ...checkpoint.load import load_weights
+from ...checkpoint.load_weights import load_weights
 from ...distributed.files.sources import has_weights
 from ...errors import CheckpointError
 from ...train.runtime import runtime_of

@@ -26,8 +26,8 @@ from ...config.parallel import UNCUT_SEQUENCES
 from ...distributed.mesh import Mesh
 from ...errors import ConfigError
 from ...parallel.pipeline.microbatches import rows_of
-from ...train import eval_step
 from ...train.runtime import Executor, Runtime
+from ...train.step import eval_step
 from .items_in_batch import evaluated_as_trained
 from .trainer_batches import (
     Batch,

@@ -30,8 +30,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ..._compat.accelerate import stock_optimizer
 from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.trainer import TrainerHooks
-from ...checkpoint import load_state, save_pretrained, save_state
-from ...checkpoint.load import load_weights
+from ...checkpoint.load_weights import load_weights
+from ...checkpoint.save import save_pretrained
+from ...checkpoint.state import load_state, save_state
 from ...checkpoint.state_format import INDEX as STATE_INDEX
 from ...distributed.files.complete import read_mark, size_problems
 from ...distributed.files.directories import sync

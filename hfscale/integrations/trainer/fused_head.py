@@ -26,10 +26,11 @@ from ..._compat.torch import answer_calls
 from ..._compat.trl import fused_output, loss_is_scaled, unrecorded
 from ...distributed.ops.token_scores import TokenScores
 from ...errors import ConfigError
-from ...parallel.tensor import router_loss_counted_once, share_of_router_loss
-from ...train import token_scores, train_step
+from ...parallel.tensor.part import router_loss_counted_once, share_of_router_loss
 from ...train.outputs import from_last_stage
 from ...train.runtime import Runtime, runtime_of
+from ...train.step import train_step
+from ...train.user_loss import token_scores
 
 _FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 _TRAINS = object()

@@ -27,7 +27,7 @@ from torch import Tensor
 from ..._compat.peft import LORA_A, LORA_B
 from ..._compat.torch_device import fork_random_state
 from ..._compat.trl import EngineHooks, asked_generation_size, record, replaced
-from ...checkpoint import stream_weights
+from ...checkpoint.stream import stream_weights
 from ...errors import ConfigError
 from ...features.adapters.storage import WEIGHTS, needs_weights, write_adapter_config
 from ...parallel.tensor.random import take_first_state

@@ -35,10 +35,10 @@ from ...api.assemble import compile_layers
 from ...config.environment import started_processes
 from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
-from ...train import Teacher, train_step
 from ...train.runtime import find_runtime, runtime_of
 from ...train.runtime.handover import check_optimizers
-from ...train.step import logged_metrics
+from ...train.step import logged_metrics, train_step
+from ...train.teacher import Teacher
 from . import evaluation
 from .files import Checkpoints, resumed_from
 from .fused_head import step_of_scores

@@ -20,7 +20,7 @@ from ...config.environment import started_processes
 from ...config.options import Options
 from ...config.parallel import UNCUT_SEQUENCES, ParallelConfig
 from ...errors import ConfigError
-from ...parallel.experts import ExpertRouting
+from ...parallel.experts.part import ExpertRouting
 from ...plan.feature_plans import offloaded, refuse_aside
 from ...train.packed_rows.guard import check_packed_rows
 from ...train.runtime import Runtime

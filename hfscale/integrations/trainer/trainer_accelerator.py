@@ -14,7 +14,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSa
 from ..._compat.accelerate import is_prepared
 from ..._compat.transformers.trainer import seed_workers_by
 from ...parallel.pipeline.microbatches import rows_of
-from ...train import metrics
+from ...train.step import metrics
 from ..accelerator import Accelerator
 from ..accelerator.loaders import dealt
 from .trainer_batches import Collator, DealtStream, Marked, balanced

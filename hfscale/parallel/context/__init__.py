@@ -1,3 +1,1 @@
 """Plan and install context parallelism: a rank computes some tokens of every sequence; attention reads all tokens."""
-
-from .part import ContextParallel

@@ -38,8 +38,6 @@ _TOKENS_ALONG = {
 }
 _AT_MARKED = {"deepstack_visual_embeds": "visual_pos_masks"}
 """Name of a list of tensors -> name of the mask ``[b, s]``: the tensors have one row per token that the mask marks."""
-CUT_INSIDE = ("visual_pos_masks", "per_layer_inputs", *_AT_MARKED)
-"""Inputs of multimodal models' text models, in addition to the embeddings, that can be sharded by token."""
 _CUT_FIRST = ("labels", "shift_labels", ROUTES)
 _NO_TOKENS = (
     "use_cache",

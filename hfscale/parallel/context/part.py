@@ -41,18 +41,13 @@ class ContextParallel(Part, ContextAxis):
         # Forward passes and their batches, for layers that need their batch when recomputed; ``None``: no such layers.
         self._passes: ForwardPasses[CutBatch | None] | None = None
 
-    def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether ``cp_size > 1``."""
-        return runtime.mesh.layout.cp > 1
-
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Replace the model's attention, and hook its token mixers and its text model; other modules run unchanged."""
         group = runtime.mesh.group("cp")
         model = runtime.model
-        if group is None:
-            return
         planned = runtime.plan.feature(ContextPlan)
         assert planned is not None
+        assert group is not None
         runtime.context, self._runtime, self._planned, self._group = self, runtime, planned, group
         self._override = AttentionOverride(attention_configs(model))
         self._attend = ContextAttention(planned.method, runtime.mesh, planned.together)

@@ -14,11 +14,12 @@ from ...models.fields import HEAD_FIELDS, first_count, text_config
 from ...models.module_kinds import is_tokenwise
 from ...models.names import wild_name
 from ...plan.context_plan import ContextPlan
-from ...plan.drafting.draft import Draft
+from ...plan.drafting.draft import Draft, Planned
 from ...plan.drafting.text_model import find_text_model, other_inputs
 from ...plan.sequence_split import heads_fit
-from .cut_batch import CUT_INSIDE
 
+_CUT_INSIDE = ("visual_pos_masks", "per_layer_inputs", "deepstack_visual_embeds")
+"""Inputs of multimodal models' text models, in addition to the embeddings, that :mod:`.cut_batch` shards by token."""
 _MANY = 8  # layers of the largest clone
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_heads")
 
@@ -43,7 +44,7 @@ def plan_context(draft: Draft) -> None:
     text = find_text_model(draft.model) or ""
     # Inputs of the text model in addition to the embeddings.
     given = other_inputs(draft.modules[text]) if text else []
-    if uncut := [name for name in given if name not in CUT_INSIDE]:
+    if uncut := [name for name in given if name not in _CUT_INSIDE]:
         draft.problem(
             f"cp_size={size} does not fit {family!r}: its layers read towers' outputs from inputs that cannot be "
             f"sharded ({', '.join(uncut)}): use cp_size=1"
@@ -186,3 +187,8 @@ def _share_out_heads(draft: Draft, size: int, heads: int, keys: int) -> int:
             "which does not work out evenly: use cp_method='gather' or 'ring'"
         )
     return 1
+
+
+def cuts_sequences(model: Planned) -> bool:
+    """Return whether context ranks hold parts of the same sequences."""
+    return model.plan.layout.cp > 1

@@ -1,4 +1,1 @@
 """Shard and replicate a model over the data axes, after all other axes: FSDP2 over ``dp_shard``, HSDP with replicas."""
-
-from .part import DataParallel
-from .shard import set_gradient_sync

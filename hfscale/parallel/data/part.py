@@ -1,7 +1,7 @@
 """Install the data axes in a model as one part of its runtime."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from ...train.runtime.runtime import DataAxes
 from ...train.runtime.shards import LocalWeights
 from . import shard
 from .gradient_compression import Compressor, compresses, install_compression
+from .weights import install_local_weights
 
 
 class DataParallel(Part, DataAxes):
@@ -42,7 +43,7 @@ class DataParallel(Part, DataAxes):
         shard.apply_data_axes(model, plan, mesh, runtime.options)
         self._wrapped = shard.wrapped_modules(model)
         if weights is not None:
-            shard.install_local_weights(model, weights.tensors, plan, mesh)
+            install_local_weights(model, weights.tensors, plan, mesh)
         # with stages, placeholders refuse, and hfscale itself calls the base model for targets
         if plan.stages is None:
             shard.refuse_calls_past_the_model(model)
@@ -53,8 +54,6 @@ class DataParallel(Part, DataAxes):
         self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False
     ) -> None:
         """Refuse gradient hooks on parameters, which FSDP2 would not run."""
-        if runtime.mesh.data_world == 1:
-            return
         hooked = next(
             (
                 name
@@ -74,7 +73,7 @@ class DataParallel(Part, DataAxes):
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> AbstractContextManager[None]:
         """Drop what FSDP2 holds of a step that raises, such as a microbatch's gradients, before the next step."""
-        return shard.forgotten_if_it_raises(self._model) if self._wrapped else nullcontext()
+        return shard.forgotten_if_it_raises(self._model)
 
     def left_out(self) -> list[Tensor]:
         """Return the tensors that gradient compression keeps between steps: error feedback and low-rank factors."""
@@ -110,8 +109,7 @@ class DataParallel(Part, DataAxes):
             )
 
     def accumulate_late_gradients(self) -> None:
-        if self._layout.data_world > 1:
-            add_up_gradients(self._model)
+        add_up_gradients(self._model)
 
     def after_microbatch(self) -> None:
         if self._layout.reduce_each_microbatch:

@@ -1,7 +1,7 @@
 """Plan the data axes: check for models that FSDP2 cannot wrap."""
 
 from ...models.names import wild_name
-from ...plan.drafting.draft import Draft
+from ...plan.drafting.draft import Draft, Planned
 
 
 def plan_data(draft: Draft) -> None:
@@ -21,3 +21,13 @@ def plan_data(draft: Draft) -> None:
             "on every rank, but all data ranks must take part in gathering each layer's weights: use "
             f"config.{name} = 0, or one data rank"
         )
+
+
+def has_data_ranks(model: Planned) -> bool:
+    """Return whether ranks compute on different tokens, so that FSDP2 wraps the model."""
+    return model.plan.layout.data_world > 1
+
+
+def has_one_batch(model: Planned) -> bool:
+    """Return whether all ranks compute on the same tokens."""
+    return not has_data_ranks(model)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
@@ -41,24 +41,17 @@ from ...models.precision import WIDENS_INSIDE
 from ...plan import Plan
 from ...plan.feature_plans import TowersPlan, offloaded
 from ...plan.parameter import data_axes
-from ...train.runtime import like_sharded
 from ...train.runtime.parameter_names import (
     module_at,
     owner_of,
-    parameter_at,
-    put_parameter,
     stock_name,
 )
 from .gradient_compression import compresses
 
 
 def wrapped_modules(model: nn.Module) -> list[FSDPModule]:
-    """Return the modules that FSDP2 wraps, ``model`` first; empty if the model is not wrapped."""
-    return (
-        [module for module in model.modules() if isinstance(module, FSDPModule)]
-        if isinstance(model, FSDPModule)
-        else []
-    )
+    """Return the modules that FSDP2 wraps, ``model`` first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(wrapped: Sequence[FSDPModule]) -> None:
@@ -163,7 +156,7 @@ def _policy(plan: Plan, options: Options) -> MixedPrecisionPolicy:
 
 
 def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) -> None:
-    """Wrap every layer with FSDP2, then the rest of the model; do nothing if all ranks have the same batch.
+    """Wrap every layer with FSDP2, then the rest of the model.
 
     The option ``mixed_precision`` has these effects:
 
@@ -172,8 +165,7 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) 
     - ``"no"``: dtypes are unchanged. Families for which autocast is used instead are treated the same way.
     - ``"bf16_params"``: FSDP2 casts neither the inputs of layers nor the parameters that transformers keeps in float32.
     """
-    if mesh.data_world == 1 or mesh.device_mesh is None:
-        return
+    assert mesh.device_mesh is not None
     data_mesh = _data_mesh(mesh.device_mesh, mesh, compresses(plan), spread=False)
     policy = _policy(plan, options)
     # Resharding after the forward pass saves memory only if weights are sharded.
@@ -333,41 +325,17 @@ def _data_mesh(device_mesh: DeviceMesh, mesh: Mesh, shards_alone: bool, spread: 
     ]
 
 
-def install_local_weights(
-    model: nn.Module, shares: dict[str, Tensor], plan: Plan, mesh: Mesh
-) -> None:
-    """Fill a model on the meta device, wrapped by FSDP2 or not, with this rank's shards (``shares``, by name)."""
-    made: dict[str, nn.Parameter] = {}
-    for planned in plan.parameters:
-        if not plan.is_local(mesh.pp_rank, planned.name):
-            continue
-        owner = planned.tied_to or planned.name
-        if owner not in made:
-            empty = parameter_at(model, planned.name)
-            if empty is None:
-                raise ConfigError(
-                    f"the parameter {planned.name} was removed from the model before its weights were loaded: do not "
-                    "change the model during loading"
-                )
-            placed = like_sharded(shares[owner], empty)
-            if offloaded(plan).parameters and isinstance(placed, DTensor):
-                placed = placed.to("cpu")
-            made[owner] = nn.Parameter(placed, requires_grad=empty.requires_grad)
-        put_parameter(model, planned.name, made[owner])
-
-
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     """Set whether the next backward pass reduces gradients over the data axes; disable this while accumulating."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
 
 
-def reduce_microbatch(model: nn.Module) -> None:
+def reduce_microbatch(model: Any) -> None:
     """Reduce the gradients accumulated so far; call it inside :func:`one_reduction`."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(True)
-        reduce_now(model)
-        model.set_requires_gradient_sync(False)
+    model.set_requires_gradient_sync(True)
+    reduce_now(model)
+    model.set_requires_gradient_sync(False)
 
 
 @contextmanager
@@ -384,14 +352,11 @@ def forgotten_if_it_raises(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def one_reduction(model: nn.Module, *, backward: bool, regather: bool) -> Iterator[None]:
+def one_reduction(model: Any, *, backward: bool, regather: bool) -> Iterator[None]:
     """Gather weights once for all passes inside the ``with`` block, and reduce gradients once at the end of the block.
 
     With ``regather``, layers are resharded after every pass; weights around the layers stay gathered.
     """
-    if not isinstance(model, FSDPModule):
-        yield
-        return
     model.set_requires_gradient_sync(False)
     model.set_is_last_backward(False)
     model.set_reshard_after_forward(False, recurse=not regather)

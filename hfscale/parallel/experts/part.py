@@ -29,10 +29,6 @@ class ExpertRouting(Part):
         # routing state of all MoE layers; ``None`` if there are no MoE layers, or all are stock
         self.routing: Routing | None = None
 
-    def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether the model has experts, or a config field ``output_router_logits``."""
-        return bool(runtime.plan.mixtures) or hasattr(runtime.model.config, "output_router_logits")
-
     @property
     def masks_padding(self) -> bool:  # type: ignore[override]
         """Return whether routing reads the padding mask: padding does not count in router losses and capacities."""

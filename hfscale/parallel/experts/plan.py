@@ -10,7 +10,7 @@ from ...config.parallel import ParallelConfig
 from ...models.module_kinds import holds_experts
 from ...models.names import wild_name
 from ...plan.cut import Cut, cut_shape
-from ...plan.drafting.draft import Draft
+from ...plan.drafting.draft import Draft, Planned
 from ...plan.modules import ExpertsPlan
 from ...plan.parameter import data_cut
 
@@ -67,3 +67,18 @@ def expert_cuts(
         local = cut_shape(shape, cuts, {})
         by_rows = local[0] % shards != 0 and local[1] % shards == 0
     return [*cuts, *data_cut(layout, spread=True, dim=1 if by_rows else 0)]
+
+
+def has_mixtures(model: Planned) -> bool:
+    """Return whether layers have experts."""
+    return bool(model.plan.mixtures)
+
+
+def exchanges_tokens(model: Planned) -> bool:
+    """Return whether tokens may travel to experts, or are asked to be routed in ways of ours."""
+    return has_mixtures(model) or model.options.routing is not None
+
+
+def has_routers(model: Planned) -> bool:
+    """Return whether the model has experts, or may return the logits of a router."""
+    return has_mixtures(model) or hasattr(model.model.config, "output_router_logits")

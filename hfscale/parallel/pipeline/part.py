@@ -13,10 +13,6 @@ from .run import Pipeline
 class PipelineStages(Part):
     """Run a model's pipeline stages by an executor of their own."""
 
-    def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether the layers are divided into stages."""
-        return runtime.plan.stages is not None
-
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Replace the local loop by a :class:`Pipeline`, which runs this rank's stages."""
         executor = provided("executors", str(runtime.mesh.layout.pipeline_schedule))

@@ -10,7 +10,7 @@ from dataclasses import replace
 from torch import nn
 
 from ...plan.drafting.boundary_modules import ALONE, tensors_of
-from ...plan.drafting.draft import Draft, Ranks
+from ...plan.drafting.draft import Draft, Planned, Ranks
 from ...plan.feature_plans import TowersPlan
 from ...plan.stages import Stage, StagePlan, Tie, place_stages
 from .stage_costs import LayerCosts, layer_costs
@@ -212,3 +212,8 @@ def _stages(
         work=tuple(cost.work() for cost in stage_costs),
         loans=passage.loans,
     )
+
+
+def has_stages(model: Planned) -> bool:
+    """Return whether the layers are divided into stages."""
+    return model.plan.stages is not None

@@ -54,8 +54,6 @@ def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
     pp_size = layout.pp
     count = layout.num_microbatches
     virtual = int(layout.virtual_stages or 1)
-    if pp_size == 1:
-        return None
     if schedule.endswith(".csv"):
         actions_of = read_csv(Path(schedule))
         rank_programs(actions_of, schedule)  # raises if the order cannot be run

@@ -192,14 +192,14 @@ class _BlockEnds:
         self, group: dist.ProcessGroup, stream: SequenceRegion | None, overlap: Overlap | None
     ) -> None:
         self.group = group
-        self.stream = stream
+        self._stream = stream
         self.overlap = overlap
         self._flat = False  # whether the block's input is ``[b s, h]``
         self._tokens: tuple[int, ...] = ()  # shape of the latest full input, without the hidden dim
 
     def enter(self, x: Tensor) -> Tensor:
         """Return the block's input with all tokens; its gradient is summed over the tensor ranks."""
-        stream = self._cut_stream
+        stream = self._stream if self._stream is not None and self._stream.cut else None
         x = (
             _entered(x, self.group, stream)
             if self.overlap is None
@@ -213,8 +213,8 @@ class _BlockEnds:
 
     def leave(self, x: Tensor) -> Tensor:
         """Sum the block's output over the tensor ranks; if the sequence is sharded, return only this rank's tokens."""
-        stream = self._cut_stream
-        if stream is None:
+        stream = self._stream
+        if stream is None or not stream.cut:
             return collectives.reduce_from_tp_region(x, self.group)
         # A compiled entry has not set _tokens, even if the exit is not compiled.
         told = RUNNING.told if torch.compiler.is_compiling() or not self._tokens else None
@@ -223,10 +223,6 @@ class _BlockEnds:
         if x.ndim == 2 and len(tokens) == 2 and not self._flat:
             return stream.leave(x.unflatten(0, tokens)).flatten(0, 1)
         return stream.leave(x)
-
-    @property
-    def _cut_stream(self) -> SequenceRegion | None:
-        return self.stream if self.stream is not None and self.stream.cut else None
 
 
 def install_head_edge(

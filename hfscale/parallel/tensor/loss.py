@@ -137,9 +137,6 @@ class VocabParallelLoss(KeepsOutputs):
         valid = targets != _IGNORED
         return valid.sum(), (valid & (targets.clamp(0, sum(self.lengths) - 1) != targets)).sum()
 
-    def check_smoothing(self, label_smoothing: float) -> None:
-        """Accept any label smoothing."""
-
     def loss_of(
         self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float
     ) -> Tensor:
@@ -159,7 +156,8 @@ class VocabParallelLoss(KeepsOutputs):
             batch.kept_apart(),
         ):
             output = model(**batch)
-        self._keep(output)
+        if self._kept is not None:
+            self._kept.append(output)
         return output[0] if isinstance(output, tuple) else output.loss
 
     @contextmanager

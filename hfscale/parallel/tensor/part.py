@@ -85,6 +85,7 @@ class TensorParallel(Part, SequenceAxis):
         self.overlaps: dict[str, Overlap] = {}
         self._region_of: dict[str, SequenceRegion | None] = {}
         self._blocks: list[str] = []
+        self._has_partial = False  # whether any gradient is partial over the tensor ranks
         self._head: str | None = None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
@@ -100,6 +101,7 @@ class TensorParallel(Part, SequenceAxis):
         self._blocks = [block.name for block in plan.blocks]
         self._head = plan.head
         self.sums = PartialSums(group)
+        self._has_partial = any("tp" in planned.partial for planned in plan.parameters)
         self.regions = [SequenceRegion(planned, group) for planned in plan.sequence_regions]
         for region in self.regions:
             install_sequence_hooks(region, model, is_local)
@@ -152,7 +154,7 @@ class TensorParallel(Part, SequenceAxis):
 
     def around_gradients(self, runtime: Runtime) -> AbstractContextManager[None]:
         """Sum gradients that are partial over the tensor ranks once, after the ``with`` block."""
-        if self.sums is None:
+        if self.sums is None or not self._has_partial:
             return nullcontext()
         partial = [
             parameter for planned, parameter in runtime.parameters() if "tp" in planned.partial

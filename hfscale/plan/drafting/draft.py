@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,8 +19,17 @@ from ..contents import Feature, FeatureT
 from ..cut import Cut
 from ..modules import BlockPlan, ExpertsPlan, SequencePlan
 from ..stages import StagePlan
+from ..table import Plan
 
 Ranks = Mapping[int, int] | Sequence[int]  # stage -> the pipeline rank that holds it
+
+
+class Planned(Protocol):
+    """A model with its plan and options: what says which features run in it."""
+
+    model: Any
+    plan: Plan
+    options: Options
 
 
 class Draft:

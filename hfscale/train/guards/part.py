@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..._compat.bitsandbytes import misreads_rows
 from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.classes import class_name, empty_copy
 from ...config.parallel import ParallelConfig
@@ -303,6 +302,8 @@ def _warn_of_misread_rows(runtime: Runtime) -> None:
         or runtime.mesh.device.type != "cpu"
     ):
         return
+    from ..._compat.bitsandbytes import misreads_rows
+
     widths = set[int]()
     for name in quantized.weights:
         *_, rows, columns = runtime.plan.by_name[name].local_shape(runtime.mesh.ranks)

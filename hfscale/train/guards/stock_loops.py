@@ -22,6 +22,7 @@ DTensors, because some classes use operations that DTensor lacks.
 import functools
 import inspect
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -32,12 +33,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..._compat.bitsandbytes import parameters_in_8_bits
 from ..._compat.lasting import check_every_step, check_first
 from ..._compat.peft import functions_that_adapt
 from ..._compat.torch_device import fork_random_state
 from ..._compat.transformers.classes import class_name
-from ...cost.model.optimizer_bytes import BLOCK
 from ...distributed.mesh import Mesh
 from ...errors import ConfigError
 from ...plan import ParameterPlan
@@ -261,6 +260,11 @@ def _warn_of_other_blocks(optimizer: torch.optim.Optimizer) -> None:
     """Warn of bitsandbytes' 8-bit states that are rounded differently on shards than on full tensors, because a block
     with one scale crosses the border of a shard, or because a shard is small enough to have its state in 32 bits.
     """
+    if "bitsandbytes" not in sys.modules:
+        return
+    from ..._compat.bitsandbytes import parameters_in_8_bits
+    from ...cost.model.optimizer_bytes import BLOCK
+
     apart: list[_Held] = []
     for parameter, enough in parameters_in_8_bits(optimizer):
         part: _Held | None = getattr(parameter, _MARK, None)

@@ -37,9 +37,6 @@ class StepLoss(Protocol):
     ) -> Tensor:
         """Compute the loss of one microbatch, scaled for a step with ``count`` valid labels."""
 
-    def check_smoothing(self, label_smoothing: float) -> None:
-        """Raise :class:`ConfigError`, on all ranks, if this loss cannot smooth labels."""
-
     def scoring(self, temperature: float = 1.0, read: Any = None) -> AbstractContextManager[Any]:
         """Let forward passes inside the ``with`` block compute token scores, or apply ``read`` to lazy logits; the loss
         that they return is meaningless.
@@ -61,10 +58,6 @@ class KeepsOutputs:
         """Record the model's outputs inside the `with` block: see :meth:`StepLoss.keeping_outputs`."""
         return attribute_replaced(self, "_kept", [])
 
-    def _keep(self, output: Any) -> None:
-        if self._kept is not None:
-            self._kept.append(output)
-
 
 class OwnLoss(KeepsOutputs):
     """Use the model's ``model(**batch).loss``, a mean over rows or valid labels, weighted by their number."""
@@ -85,13 +78,12 @@ class OwnLoss(KeepsOutputs):
         none = torch.zeros((), dtype=torch.int64, device=labels.device)
         return (none + len(labels) if self._rows else (labels != _IGNORED).sum()), none
 
-    def check_smoothing(self, label_smoothing: float) -> None:
+    def refuse_smoothing(self, label_smoothing: float) -> None:
         """Raise :class:`ConfigError` for label smoothing, because the loss is computed inside the model."""
-        if label_smoothing:
-            raise ConfigError(
-                f"label_smoothing={label_smoothing} needs a loss over a vocabulary, but {self._name} computes its own "
-                "loss: leave it out, or smooth labels in a plain loop"
-            )
+        raise ConfigError(
+            f"label_smoothing={label_smoothing} needs a loss over a vocabulary, but {self._name} computes its "
+            "own loss: leave it out, or smooth labels in a plain loop"
+        )
 
     def loss_of(
         self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float
@@ -111,7 +103,8 @@ class OwnLoss(KeepsOutputs):
             output = model(**batch)
             loss = (output[0] if isinstance(output, tuple) else output.loss) * valid / count
             scores = output[1] if len(output) > 1 else loss
-        self._keep(output)
+        if self._kept is not None:
+            self._kept.append(output)
         # All ranks sum their losses, so the dtype must not depend on whether a rank has labels.
         return loss.to(
             torch.float64 if getattr(scores, "dtype", None) == torch.float64 else torch.float32

@@ -25,7 +25,6 @@ from ...errors import ConfigError
 from ...plan import ParameterPlan, Plan
 from ...plan.feature_plans import OwnLossPlan
 from .batches import Microbatch
-from .latecomers import with_latecomers
 from .module_contents import ModuleContents
 from .objective import Objective, OwnLoss, StepLoss
 from .parameter_names import LiveParameters
@@ -429,7 +428,7 @@ class Runtime:
 
     def sum_of_shares(self, total: Tensor) -> Tensor:
         """All-reduce a step's loss in place over the ranks that have a term of the loss, and over pipeline stages."""
-        for group in (*self.mesh.loss_groups, *self.mesh.groups("pp")):
+        for group in self.mesh.groups_of_terms:
             dist.all_reduce(total, group=group)
         return total
 
@@ -459,6 +458,8 @@ class Runtime:
                 self.parts = tuple(other for other in self.parts if other is not part)
                 self.adapters = None  # the only feature that stock code removes
                 self._planned = rest
+        from .latecomers import with_latecomers
+
         self.plan = with_latecomers(self._planned, live)
 
     def forget_parameters(self) -> None:
@@ -497,7 +498,8 @@ def runtime_of(model: nn.Module) -> Runtime:
             f"{class_name(model)} was not parallelized by hfscale: build it with hfscale.from_pretrained or "
             "hfscale.from_config, or pass it through hfscale.parallelize"
         )
-    runtime.called_by(model)
+    if model is not runtime.model:
+        runtime.called_by(model)
     return runtime
 
 

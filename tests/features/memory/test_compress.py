@@ -88,8 +88,7 @@ def stepped(
         model, batches[hfscale.batch_rank(model) :: hfscale.batch_world(model)]
     )
     part = runtime_of(model).part(KeptActivations)
-    assert part is not None
-    assert (part.stored > 0) == compress
+    assert (part is not None and part.stored > 0) == compress
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     return [loss, *(local_tensor(gradient).clone() for gradient in gradients)]
 

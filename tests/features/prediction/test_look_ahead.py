@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from hfscale.features.prediction.look_ahead import IDS, TARGETS, look_ahead
+from hfscale.features.prediction.look_ahead import look_ahead
 
 ROW = torch.tensor([[1, 2, 3, 4, 5, 6]])
 
 
 def found(depths: int, **batch: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:
-    ahead = look_ahead({"input_ids": ROW, **batch}, depths, 1)
-    return ahead[IDS][0].tolist(), ahead[TARGETS][0].tolist()
+    ids, targets = look_ahead({"input_ids": ROW, **batch}, depths, 1)
+    return ids[0].tolist(), targets[0].tolist()
 
 
 def test_a_row() -> None:
@@ -42,6 +42,6 @@ def test_more_depths_than_tokens() -> None:
         "labels": ROW[:, :1],
         "position_ids": torch.zeros(1, 1, dtype=torch.int64),
     }
-    ahead = look_ahead(short, 3, 1)
-    assert ahead[IDS].tolist() == [[[0]] * 3]
-    assert ahead[TARGETS].tolist() == [[[-100]] * 3]
+    ids, targets = look_ahead(short, 3, 1)
+    assert ids.tolist() == [[[0]] * 3]
+    assert targets.tolist() == [[[-100]] * 3]

@@ -11,7 +11,7 @@ import hfscale
 from hfscale import ConfigError, ExpertLoad, ExpertLoadHistory, ParallelConfig, RoutingConfig
 from hfscale._compat.transformers.computing import enable_checkpointing
 from hfscale._compat.transformers.experts import use_eager_experts
-from hfscale.parallel.experts import LayerLoad
+from hfscale.parallel.experts.load_report import LayerLoad
 from tests.parity.test_balance import _config, _microbatches, _together
 from tests.tiny_models import tiny
 

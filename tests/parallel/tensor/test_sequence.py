@@ -14,7 +14,7 @@ from hfscale import ParallelConfig
 from hfscale._compat.transformers.computing import enable_checkpointing
 from hfscale.errors import ConfigError, PlanError
 from hfscale.models.clone import tiny_clone
-from hfscale.parallel.tensor import TensorParallel
+from hfscale.parallel.tensor.part import TensorParallel
 from hfscale.plan.cut import share_evenly
 from hfscale.testing import Case, RankPool, Traffic, assert_layout_equal, count_traffic, plain
 from hfscale.train.runtime import runtime_of

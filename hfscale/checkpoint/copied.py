@@ -6,9 +6,8 @@ tensors do not train: a save copies each of them unchanged from the checkpoint t
 
 import logging
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from ..distributed.files.reader import TensorOnDisk
 from ..distributed.files.sources import open_weights
 from ..distributed.files.writer import CheckpointWriter
 from ..errors import CheckpointError
+from .coverage import carried_by
 from .stored_forms.forms import as_plain, in_the_file
 from .stored_forms.scheme import form_in
 
@@ -27,26 +27,6 @@ _log = logging.getLogger(__name__)
 _SUFFIXES = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 _WRITTEN = ("config.json", "generation_config.json", "adapter_config.json", "trainer_state.json")
 _MOST_NAMED = 3
-
-
-@dataclass(frozen=True)
-class Carried:
-    """Name a checkpoint's ``directory`` and, without quantization, the tensors in it that the model does not load."""
-
-    directory: Path
-    names: frozenset[str]
-
-
-def note_carried(model: Any, directory: Path, names: Iterable[str]) -> None:
-    """Record the tensors that a new model does not load from its checkpoint."""
-    # If the model's class is not the checkpoint's (a head was replaced), nothing is copied.
-    own = class_name(model) in (model.config.architectures or ())
-    model._hfscale_carried = Carried(directory, frozenset(names if own else ()))
-
-
-def carried_by(model: nn.Module) -> Carried | None:
-    """Return what :func:`note_carried` recorded on a model, or ``None``."""
-    return vars(model).get("_hfscale_carried")
 
 
 def carried_tensors(model: nn.Module, as_stored: bool = False) -> dict[str, TensorOnDisk]:
