@@ -46,6 +46,14 @@ BEFT_BIAS = "beft_bias"  # of BEFT, ``[1, out]``
 # Of RoAd (Liao and Monz 2024): angles and scales of groups of outputs.
 ROTATIONS = ("road_theta", "road_alpha")
 
+# PEFT's model holds the encoders of prompts, by adapter, here; what they put in front of a text are tokens, or keys and
+# values.
+PROMPT_ENCODER = "prompt_encoder"
+PROMPT = "prompt"
+PREFIX = "prefix"
+IN_FRONT = (PROMPT, PREFIX)
+_PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")
+
 UNILORA_VECTOR = "unilora_theta_d"  # one for all wrappers of a model
 
 # Parameters that have no dim along one slice of a projection's inputs or outputs.
@@ -115,6 +123,7 @@ NEW_WEIGHTS = (
     *(f".{name}." for name in WHOLE),
     f".{COPY}.",
     f".{NORM_COPY}.",
+    f"{PROMPT_ENCODER}.",
 )
 
 
@@ -195,7 +204,12 @@ def puts_tokens_in_front(model: nn.Module) -> bool:
     if "peft" not in sys.modules or not isinstance(model, sys.modules["peft"].PeftModel):
         return False
     config = model.active_peft_config
-    return bool(config.is_prompt_learning) and config.peft_type != "PREFIX_TUNING"
+    return bool(config.is_prompt_learning) and not is_prefix(config)
+
+
+def is_prefix(config: Any) -> bool:
+    """Return whether a prompt's config is of keys and values in front of a text's, and not of tokens."""
+    return str(config.peft_type.value) in _PREFIXES
 
 
 def computes_loss(model: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from ..config.environment import RUN
 from ..distributed.files import complete, directories
+from ..distributed.files.replace import ADAPTER_CONFIG
 from ..distributed.files.sources import form_of, written_elsewhere
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
@@ -171,7 +172,7 @@ def candidates(source: Path) -> list[Path]:
 
 def _held_by(source: Path) -> str | None:
     """Return what a directory without states has of weights, and what reads it, in words; ``None``: nothing known."""
-    if (source / "adapter_config.json").exists():
+    if (source / ADAPTER_CONFIG).exists():
         return "an adapter: hfscale.from_pretrained(BASE, peft_config=...) reads it"
     if (form := form_of(source)) is not None:
         return f"weights ({form}), and no state of a run: hfscale.from_pretrained reads them, at step 0"

@@ -67,11 +67,11 @@ def refuse_without_around(runtime: Runtime, model: nn.Module, call: str, instead
         )
 
 
-def labels_around(model: nn.Module, batch: Any) -> float | None:
+def labels_around(runtime: Runtime, model: nn.Module, batch: Any) -> float | None:
     """Return how many labels a step has where PEFT puts tokens of a prompt in front, so that each row's first label is
-    predicted too; ``None`` without such a prompt.
+    predicted too; ``None`` without such a prompt, or over ranks, where the batch has its tokens.
     """
-    if not puts_tokens_in_front(model):
+    if runtime.mesh.layout.total_size > 1 or not puts_tokens_in_front(model):
         return None
     batches: Sequence[Any] = [batch] if isinstance(batch, Mapping) else batch
     return (

@@ -82,7 +82,7 @@ def train_step(
         else UserFunction(runtime, "score_loss", score_loss, ("scores", "index"))
     )
     counted = num_items_in_batch is not None or score_loss is not None
-    items = num_items_in_batch if counted else labels_around(model, batch)
+    items = num_items_in_batch if counted else labels_around(runtime, model, batch)
     microbatches, count, objective = _prepared(
         runtime, batch, True, items, label_smoothing, teacher, routes
     )
@@ -189,7 +189,7 @@ def eval_step(
         loss = UserLoss(runtime, loss_fn, kept).run(model, batch, train=False)
     else:
         if num_items_in_batch is None:
-            num_items_in_batch = labels_around(model, batch)
+            num_items_in_batch = labels_around(runtime, model, batch)
         microbatches, _, mean = _prepared(
             runtime, batch, False, num_items_in_batch, label_smoothing, teacher
         )

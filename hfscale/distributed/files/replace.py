@@ -36,7 +36,8 @@ from . import directories
 _INSIDE = ".incomplete"
 _COMPLETE = ".complete"
 _LIST = ".files"
-_DOORS = ("config.json", "adapter_config.json")  # without them nothing can be loaded
+ADAPTER_CONFIG = "adapter_config.json"  # of PEFT's files
+_DOORS = ("config.json", ADAPTER_CONFIG)  # without them nothing can be loaded
 _MOST_LINKS = 20_000  # hard links: about a second
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100

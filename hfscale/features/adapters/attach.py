@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat.peft import COPIES, LORA_EMBEDDING_A, TOKEN_ROWS, delete_adapter
+from ..._compat.peft import COPIES, IN_FRONT, LORA_EMBEDDING_A, TOKEN_ROWS, delete_adapter
 from ..._compat.replaced import attribute_replaced
 from ..._compat.torch import own_buffers
 from ...distributed.files.sources import refuse_foreign
@@ -26,7 +26,7 @@ from ...distributed.ops.quantized_weights import encodings_of, shown_decoded
 from ...distributed.process_groups import add_ties
 from ...errors import ConfigError, PlanError
 from ...plan import AdapterParameter, Plan
-from ...train.runtime import Part, Runtime
+from ...train.runtime import Batch, Part, Runtime
 from ...train.runtime.parameter_names import owner_of, parameter_at, unwrapped
 from ...train.runtime.shards import LocalWeights, gather_full
 from ...train.runtime.writing import all_or_none
@@ -34,6 +34,13 @@ from .adapter_edges import install_adapter_edges
 from .adapter_structure import guard_methods, inject_alone, narrowed, quietly, targets_of
 from .merge_adapters import dequantized_share, put_back
 from .planned import type_beside, wrap_and_plan
+from .prompts import (
+    around_local,
+    first_prompt,
+    in_front,
+    install_prompts,
+    tokens_in_front,
+)
 from .several import directories_of, saved_directories
 from .shared_values import buffer_names, share_fixed, stored_buffers
 from .storage import (
@@ -79,6 +86,7 @@ class Adapters(Part):
         """Make adapters compute with those of the other tensor ranks. Installed after the edges of blocks."""
         runtime.adapters = self
         self.apart = install_adapter_edges(runtime)
+        install_prompts(runtime, self.peft_model)
 
     def plan_without(self, runtime: Runtime, live: Mapping[str, nn.Parameter]) -> Plan | None:
         """Return the plan without the adapters, once PEFT's own functions have merged, unloaded or deleted them."""
@@ -118,6 +126,14 @@ class Adapters(Part):
         fixed = stored_buffers(self.whole, adapter)
         return keys | {key: f"buffers/{name}" for key, name in fixed.items()}
 
+    def in_front(self, runtime: Runtime, batch: Batch) -> Batch:
+        """Return a batch with the tokens of a prompt in front of its rows, if the model has one."""
+        return in_front(runtime.plan, self.peft_model, batch)
+
+    def tokens_in_front(self, runtime: Runtime) -> int:
+        """Return how many tokens a prompt puts in front of each row."""
+        return tokens_in_front(runtime.plan, self.peft_model)
+
     def buffer_names(self) -> dict[str, str]:
         """Return the names that all ranks have for buffers of wrappers, by each of a rank's own."""
         return buffer_names(self.whole, self.name)
@@ -155,22 +171,22 @@ def attach_adapters(
     )
     add_ties(mesh, planned.ties)
     added = [adapter for adapter in planned.adapters if adapter.adapter == name]
-    held = [adapter for adapter in added if plan.is_local(mesh.pp_rank, adapter.name)]
+    held = [adapter for adapter in added if planned.is_local(mesh.pp_rank, adapter.name)]
     loaded: dict[str, Tensor] = {}
     if source is not None:
         with all_or_none(mesh, f"{source} could not be loaded"):
             loaded = load_adapter(source, whole, name, planned, mesh)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
-        with shown_whole(model, planned, partial(plan.is_local, mesh.pp_rank)):
-            local = _around_local(model, config, name, held, beside)
-        local.base_model.peft_config[name] = whole.peft_config[name]
+        with shown_whole(model, planned, partial(planned.is_local, mesh.pp_rank)):
+            local = _around_local(model, whole, config, name, held, beside)
+        local.peft_config[name] = whole.peft_config[name]
         _give_local_shapes(model, planned, held, mesh, shares, autocast)
         share_fixed(whole, local, name, mesh.device)
         _place_buffers(model, mesh.device)
         read = partial(dequantized_share, model, planned)
         drawn = _NewAdapters(config, name, planned, mesh, shares, read)
-        made = drawn.values(whole.get_base_model(), added, seed)
+        made = drawn.values(whole, added, seed)
         rows = first_rows(planned, mesh, shares)
         keep_first_rows(model, planned, mesh, rows)
         made |= {
@@ -218,12 +234,15 @@ def _keep(
 
 def _around_local(
     model: nn.Module,
+    whole: Any,
     config: Any,
     name: str,
     held: Sequence[AdapterParameter],
     beside: Adapters | None,
 ) -> Any:
     """Return PEFT's model around a rank's ``model``, with the adapters of its modules, ``held``."""
+    if config.is_prompt_learning:
+        return around_local(model, whole, name, held)
     here = narrowed(config, *targets_of(held))
     for option in ("init_lora_weights", "init_weights", "init_ia3_weights"):
         # Values come later; some cannot be computed from shards of a weight.
@@ -271,16 +290,28 @@ def _give_local_shapes(
             )
         owner = adapter.tied_to or adapter.name
         if owner not in made:
-            module, attribute = owner_of(model, adapter.base)
-            encoding = encodings_of(module).get(attribute)
-            kept = shares[plan.by_name[adapter.base].tied_to or adapter.base]
-            base = kept.dtype if encoding is None else encoding.dtype
-            # PEFT leaves factors beside quantized weights in 32 bits.
-            kind = type_beside(base, adapter.kept_in, autocast or encoding is not None)
+            kind = adapter.dtype
+            if adapter.kept_in not in IN_FRONT:
+                kind = _type_of(model, plan, adapter, shares, autocast)
             empty = torch.empty(shape, dtype=kind, device="meta")
             made[owner] = nn.Parameter(empty, requires_grad=old.requires_grad)
         holder, attribute = owner_of(model, adapter.name)
         setattr(holder, attribute, made[owner])
+
+
+def _type_of(
+    model: nn.Module,
+    plan: Plan,
+    adapter: AdapterParameter,
+    shares: Mapping[str, Tensor],
+    autocast: bool,
+) -> torch.dtype:
+    module, attribute = owner_of(model, adapter.base)
+    encoding = encodings_of(module).get(attribute)
+    kept = shares[plan.by_name[adapter.base].tied_to or adapter.base]
+    base = kept.dtype if encoding is None else encoding.dtype
+    # PEFT leaves factors beside quantized weights in 32 bits.
+    return type_beside(base, adapter.kept_in, autocast or encoding is not None)
 
 
 def _place_buffers(model: nn.Module, device: torch.device) -> None:
@@ -307,13 +338,17 @@ class _NewAdapters:
     dequantized: Callable[[str], Tensor]
 
     def values(
-        self, stock: nn.Module, adapters: Sequence[AdapterParameter], seed: int | None
+        self, whole: Any, adapters: Sequence[AdapterParameter], seed: int | None
     ) -> dict[str, Tensor]:
         """Return this rank's shards of ``adapters``, and of weights that their initialization has changed;
-        ``stock`` is the full model on the meta device; without a ``seed`` torch's current RNG state is used.
+        ``whole`` is PEFT's full model on the meta device; without a ``seed`` torch's current RNG state is used.
         """
         plan = self.plan
         mesh = self.mesh
+        if self.config.is_prompt_learning:
+            with _random_numbers(seed, mesh):
+                return first_prompt(whole, self.name, plan, mesh, self.shares)
+        stock = whole.get_base_model()
         here = plan.local_names(mesh.pp_rank)
         made: dict[str, Tensor] = {}
         by_module: dict[str, list[AdapterParameter]] = {}

@@ -12,9 +12,11 @@ from typing import Any
 from torch import nn
 
 from ..._compat.peft_shared import fixed_values
+from ...distributed.files.replace import ADAPTER_CONFIG
 from ...errors import ConfigError
 from ...plan import Plan
 from ...train.runtime.parameter_names import parameter_at
+from .plan import prompt_of
 from .storage import DECOMPOSING
 
 
@@ -22,6 +24,11 @@ def refuse_beside(whole: Any, plan: Plan) -> None:
     """Raise :class:`ConfigError` for adapters that are right over ranks only as a model's one adapter."""
     layout = plan.layout.describe()
     remedy = "give such an adapter a model of its own, or use one process"
+    if prompt_of(plan) is not None:
+        raise ConfigError(
+            f"a model over {layout} must have one prompt, and no adapters beside it, got {len(whole.peft_config)}: "
+            f"{remedy}"
+        )
     rows = next((adapter for adapter in plan.adapters if adapter.tokens), None)
     if rows is not None:
         raise ConfigError(
@@ -78,13 +85,18 @@ def directories_of(names: Sequence[str], target: Path) -> dict[str, Path]:
     return {name: directory_by_peft(name, target) for name in names}
 
 
+def config_in_state(place: str) -> str:
+    """Return the name of an adapter's config in a state, which has no directories; ``place``, where the adapter's
+    directory would be, is the empty string for a model's only one.
+    """
+    return f"{place}.{ADAPTER_CONFIG}" if place else ADAPTER_CONFIG
+
+
 def saved_directories(names: Sequence[str], active: str, source: Path) -> dict[str, Path]:
     """Return where each adapter is read again: all of them, if ``source`` has them all as a model of several writes
     them, and otherwise the active one, from ``source`` itself.
     """
     written = directories_of(names, source)
-    if len(names) > 1 and all(
-        (path / "adapter_config.json").is_file() for path in written.values()
-    ):
+    if len(names) > 1 and all((path / ADAPTER_CONFIG).is_file() for path in written.values()):
         return written
     return {active: source}

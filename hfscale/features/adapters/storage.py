@@ -17,7 +17,7 @@ from torch import Tensor
 from ..._compat.peft import COPY
 from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.stored import AsStored
-from ...distributed.files.replace import finish_move
+from ...distributed.files.replace import ADAPTER_CONFIG, finish_move
 from ...distributed.mesh import Mesh
 from ...errors import CheckpointError, ConfigError
 from ...plan import Plan
@@ -33,6 +33,7 @@ from ...train.runtime.writing import (
     plainly,
     warn_of_not_finite,
 )
+from .prompts import is_computed, written_by_peft
 from .shared_values import fixed_holders, kept_by_peft, read_fixed
 
 OF_WHOLE_PROJECTIONS = (
@@ -63,6 +64,9 @@ _METHODS = (
     "LN_TUNING",
     "TRAINABLE_TOKENS",
     *OF_WHOLE_PROJECTIONS,
+    "PROMPT_TUNING",
+    "P_TUNING",
+    "PREFIX_TUNING",
 )
 _WHY_REFUSED = {
     "it starts from a decomposition, or the largest entries, of whole weights": (
@@ -79,15 +83,12 @@ _WHY_REFUSED = {
     ),
     "its files hold more than what it trains": ("DELORA", "GLORA", "SHIRA"),
     "it runs a second model beside the layers": ("SHADOW",),
-    "it puts tokens, or keys and values, in front of a text, which no plan has": (
-        "ADAPTION_PROMPT",
-        "CARTRIDGE",
-        "CPT",
+    "its loss is of whole logits, which a training step does not have": ("CPT",),
+    "its prompts are those of the tasks of a batch's rows, which no batch over ranks names": (
         "MULTITASK_PROMPT_TUNING",
-        "P_TUNING",
-        "PREFIX_TUNING",
-        "PROMPT_TUNING",
     ),
+    "it puts attention of its own beside that of layers, which no plan has": ("ADAPTION_PROMPT",),
+    "its keys and values start from those of a text, of which ranks hold parts": ("CARTRIDGE",),
 }
 # They compute with a weight's own values, or were not tried over quantized ones.
 _OF_PLAIN_WEIGHTS = ("LOHA", "HIRA", "ROAD", "BEFT", *OF_WHOLE_PROJECTIONS)
@@ -161,9 +162,9 @@ def read_config(source: Any) -> tuple[Any, str | None]:
         )
     path = str(source)
     finish_move(path)
-    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "adapter_config.json")):
+    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, ADAPTER_CONFIG)):
         raise ConfigError(
-            f"peft_config={path!r} has no adapter_config.json: give the directory of a saved adapter"
+            f"peft_config={path!r} has no {ADAPTER_CONFIG}: give the directory of a saved adapter"
         )
     if not os.path.isdir(path) and (path.count("/") > 1 or path.startswith((".", "/", "~"))):
         raise ConfigError(
@@ -238,6 +239,8 @@ def check_config(config: Any) -> None:
             f"peft_type {method} is not supported over ranks: {reason}. Use {', '.join(_METHODS)} (LORA includes DoRA, "
             "rsLoRA, PiSSA and OLoRA), or one process"
         )
+    if (asked := _why_no_prompt(config)) is not None:
+        raise ConfigError(f"{type(config).__name__}({asked}, or use one process")
     if method == "TRAINABLE_TOKENS" and not config.init_weights:
         raise ConfigError(
             "TrainableTokensConfig(init_weights=...) must be True, got False, which draws rows at random: leave it out"
@@ -261,6 +264,17 @@ def check_config(config: Any) -> None:
             raise ConfigError(
                 f"LoraConfig({name}=...) is not supported over ranks: {reason}. Leave it out, or use one process"
             )
+
+
+def _why_no_prompt(config: Any) -> str | None:
+    """Return the option of a prompt's config that is not known to be right over ranks, and what to do about it."""
+    if not config.is_prompt_learning:
+        return None
+    if str(getattr(config, "encoder_reparameterization_type", "")).endswith("LSTM"):
+        return "encoder_reparameterization_type='LSTM') draws its own dropout: use 'MLP'"
+    if str(getattr(config.task_type, "value", config.task_type)) != "CAUSAL_LM":
+        return f"task_type={config.task_type!r}) must be 'CAUSAL_LM' over ranks: use LoRA"
+    return None
 
 
 def check_over_quantized(config: Any, quantized: QuantizedPlan, batch_world: int) -> None:
@@ -343,6 +357,11 @@ def load_adapter(
     """Return this rank's shards of a saved adapter, and give ``whole`` its fixed values; raise
     :class:`CheckpointError` for other names or shapes.
     """
+    if is_computed(whole, name):
+        raise CheckpointError(
+            f"{path} must hold what computes a prompt, for it to be trained, got the prompt alone, which is all that "
+            "PEFT writes: load a state of the run (hfscale.load_state), or load the prompt with PEFT to compute with it"
+        )
     stored = _read_weights(path)
     for key in read_fixed(whole, name, stored, path):
         del stored[key]
@@ -448,6 +467,7 @@ def save_adapter(
             runtime, whole, name, attempt=staging.attempt, embeddings=files.embeddings
         )
         tensors = {key: tensor.clone() for key, tensor in arriving}
+        tensors = written_by_peft(whole.peft_config[name], tensors)
         if is_writer(runtime.mesh) and staging.failure is None:
             if files.safetensors:
                 save_file(tensors, staging.path / WEIGHTS, metadata={"format": "pt"})

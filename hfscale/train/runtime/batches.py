@@ -10,8 +10,9 @@ messages between ranks are put into one tensor and read by the host together::
 
 import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ _PLAIN = {
     "num_items_in_batch",
 }
 _PLAIN |= {*LENGTHS, ROUTES}
+_PREPARED: ContextVar[bool] = ContextVar("prepared_pass", default=False)
 
 
 class Counts(NamedTuple):
@@ -84,9 +86,15 @@ class Microbatch(dict[str, Any]):
             else None
         )
 
-    def kept_apart(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def kept_apart(self) -> Iterator[None]:
         """Keep the documents of its rows apart in transformers' masks inside the ``with`` block, a pass of it."""
-        return packing(self.packed, self)
+        token = _PREPARED.set(True)
+        try:
+            with packing(self.packed, self):
+                yield
+        finally:
+            _PREPARED.reset(token)
 
     def learn(self, counts: Counts) -> None:
         """Take the facts that :func:`agree` returned for it."""
@@ -99,6 +107,11 @@ class Microbatch(dict[str, Any]):
         other = Microbatch(values)
         vars(other).update(vars(self))
         return other
+
+
+def in_prepared_pass() -> bool:
+    """Return whether the model is called for a microbatch of a step, and not by a loop of the user's."""
+    return _PREPARED.get()
 
 
 def look_at(
