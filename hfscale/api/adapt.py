@@ -21,6 +21,7 @@ from ..features.adapters import (
     merge_local_weights,
     read_config,
 )
+from ..features.adapters.attach import NOT_ADDED
 from ..features.adapters.merge_adapters import (
     dequantized_weights,
     put_plain_modules,
@@ -33,6 +34,7 @@ from ..train import eval_step
 from ..train.distillation import evaluating
 from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.shards import LocalWeights
+from ..train.runtime.writing import all_or_none
 from .assemble import assemble, take_apart
 from .peft_methods import put_methods
 from .samples import answer_to, reads_tokens
@@ -83,7 +85,8 @@ def get_peft_model(
         check_count("seed", seed, least=0)
     if not isinstance(adapter_name, str) or not adapter_name:
         raise ConfigError(f"adapter_name={adapter_name!r} is invalid: use a name, as 'default'")
-    config, source = read_config(peft_config)
+    with all_or_none(runtime.mesh, NOT_ADDED):  # each host reads its own files
+        config, source = read_config(peft_config)
     if revision is not None:
         _name_revision(config, revision)
     if _is_left_to_peft(runtime, config, mixed, low_cpu_mem_usage):

@@ -53,6 +53,8 @@ from .storage import (
 from .token_rows import first_rows, keep_first_rows, wrap_local
 from .whole_projections import shown_whole
 
+NOT_ADDED = "the adapter could not be added, and the model is as it was"
+
 
 @dataclass(eq=False)
 class Adapters(Part):
@@ -162,13 +164,14 @@ def attach_adapters(
     one is inactive and frozen.
     """
     new = source is None
-    if new:
-        _refuse_loftq(config, mesh)
     stock_plan = plan if beside is None else beside.stock_plan
-    around = template if beside is None else copy.deepcopy(beside.whole)
-    whole, planned = wrap_and_plan(
-        around, config, stock_plan, new, fused, name, autocast, beside is not None
-    )
+    with all_or_none(mesh, NOT_ADDED):
+        if new:
+            _refuse_loftq(config, mesh)
+        around = template if beside is None else copy.deepcopy(beside.whole)
+        whole, planned = wrap_and_plan(
+            around, config, stock_plan, new, fused, name, autocast, beside is not None
+        )
     add_ties(mesh, planned.ties)
     added = [adapter for adapter in planned.adapters if adapter.adapter == name]
     held = [adapter for adapter in added if planned.is_local(mesh.pp_rank, adapter.name)]
@@ -178,12 +181,13 @@ def attach_adapters(
             loaded = load_adapter(source, whole, name, planned, mesh)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
-        with shown_whole(model, planned, partial(planned.is_local, mesh.pp_rank)):
-            local = _around_local(model, whole, config, name, held, beside)
-        local.peft_config[name] = whole.peft_config[name]
-        _give_local_shapes(model, planned, held, mesh, shares, autocast)
-        share_fixed(whole, local, name, mesh.device)
-        _place_buffers(model, mesh.device)
+        with all_or_none(mesh, NOT_ADDED):
+            with shown_whole(model, planned, partial(planned.is_local, mesh.pp_rank)):
+                local = _around_local(model, whole, config, name, held, beside)
+            local.peft_config[name] = whole.peft_config[name]
+            _give_local_shapes(model, planned, held, mesh, shares, autocast)
+            share_fixed(whole, local, name, mesh.device)
+            _place_buffers(model, mesh.device)
         read = partial(dequantized_share, model, planned)
         drawn = _NewAdapters(config, name, planned, mesh, shares, read)
         made = drawn.values(whole, added, seed)
@@ -348,6 +352,7 @@ class _NewAdapters:
         if self.config.is_prompt_learning:
             with _random_numbers(seed, mesh):
                 return first_prompt(whole, self.name, plan, mesh, self.shares)
+        failure: Exception | None = None
         stock = whole.get_base_model()
         here = plan.local_names(mesh.pp_rank)
         made: dict[str, Tensor] = {}
@@ -365,16 +370,27 @@ class _NewAdapters:
             ):
                 module = copy.deepcopy(unwrapped(stock.get_submodule(path))).to_empty(device="cpu")
                 # Of a shared vector, the first module's is the one that others have.
-                if any(adapter.name in here for adapter in by_module[path]):
-                    made |= self._of_module(module, path, by_module[path])
-                else:
-                    self._advance_random(module, path, by_module[path])
+                local = any(adapter.name in here for adapter in by_module[path])
+                weights = self._fill(module, path) if local and needs_weights(self.config) else {}
+                try:
+                    if local:
+                        made |= self._of_module(module, path, by_module[path], weights)
+                    else:
+                        self._advance_random(module, path, by_module[path])
+                except (ValueError, RuntimeError) as error:  # other ranks wait for further shards
+                    failure = failure or error
+        with all_or_none(mesh, NOT_ADDED):
+            if failure is not None:
+                raise failure
         return made
 
     def _of_module(
-        self, module: nn.Module, path: str, adapters: list[AdapterParameter]
+        self,
+        module: nn.Module,
+        path: str,
+        adapters: list[AdapterParameter],
+        weights: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
-        weights = self._fill(module, path) if needs_weights(self.config) else {}
         before = {key: getattr(module, key).detach().clone() for key in weights}
         values = inject_alone(self.config, self.name, module, path, adapters)
         full = {

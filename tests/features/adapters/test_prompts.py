@@ -9,17 +9,22 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
+import trl
+from datasets import Dataset
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import hfscale
+import hfscale.trl
 from hfscale import CheckpointError, MemoryConfig, ParallelConfig
 from hfscale.cli import main
 from hfscale.models.precision import keep_float64
 from hfscale.testing import RankPool
 from hfscale.train.runtime import local_tensor, runtime_of
 
+from ...integrations.trl.script import tokenizer
 from ...layouts import OF_ADAPTERS
 from ...refusals import refusal_of
 from ...sweeps import cases
@@ -388,3 +393,63 @@ def test_what_cannot_be_right_is_refused(pools: Pools, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path)
     for found in pools(2).run(_refusals, str(tmp_path)):
         assert {name: words for name, words in found.items() if WORDS[name] not in words} == {}
+
+
+def _by_trainer(directory: Path, kind: str, layout: dict[str, Any] | None, sft: bool) -> Any:
+    """Losses and norms of three steps of a stock trainer, or of hfscale's."""
+    rows = torch.randint(3, 60, (24, 9), generator=torch.Generator().manual_seed(0)).tolist()
+    model = AutoModelForCausalLM.from_pretrained(directory / "start", dtype=torch.float32)
+    parallel = ParallelConfig(**(layout or {}))
+    arguments: dict[str, Any] = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 4 // parallel.batch_world,
+        "logging_steps": 1,
+        "learning_rate": 0.05,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "seed": 5,
+    }
+    config = copy.deepcopy(KINDS[kind])
+    trainer: Any
+    if sft:
+        stock_kind: Any = trl.SFTTrainer if layout is None else hfscale.trl.SFTTrainer
+        given = model if layout is None else hfscale.parallelize(model, parallel)
+        trainer = stock_kind(
+            given,
+            args=trl.SFTConfig(
+                str(directory), gradient_checkpointing=False, bf16=False, **arguments
+            ),
+            train_dataset=Dataset.from_dict({"input_ids": rows}),
+            processing_class=tokenizer(directory),
+            peft_config=config,
+        )
+    else:
+        kinds: Any = transformers.Trainer if layout is None else hfscale.Trainer
+        torch.manual_seed(5)
+        adapted = (
+            peft.get_peft_model(model, config)
+            if layout is None
+            else hfscale.get_peft_model(hfscale.parallelize(model, parallel), config)
+        )
+        trainer = kinds(
+            model=adapted,
+            args=transformers.TrainingArguments(str(directory), **arguments),
+            train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
+        )
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    return [(log["loss"], float(log["grad_norm"])) for log in logs]
+
+
+@pytest.mark.parametrize("kind", ["rows", "encoder", "prefix"])
+@pytest.mark.parametrize("sft", [False, True], ids=["Trainer", "SFTTrainer"])
+def test_trainers(pools: Pools, tmp_path: Path, kind: str, sft: bool) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path / "start")
+    expected = pools(2).alone(_by_trainer, tmp_path, kind, None, sft)
+    assert expected[0] != expected[2]
+    for layout in ({"tp_size": 2}, {"dp_shard_size": 2}):
+        for found in pools(2).run(_by_trainer, tmp_path, kind, layout, sft):
+            torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
