@@ -56,40 +56,26 @@ _PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")
 
 UNILORA_VECTOR = "unilora_theta_d"  # one for all wrappers of a model
 
-# Parameters that have no dim along one slice of a projection's inputs or outputs.
-WHOLE = (
-    "boft_R",
-    "boft_s",
-    "c3a_kernel",
-    "deft_P",
-    "deft_R",
-    "fourierft_spectrum",
-    "gralora_A",
-    "gralora_B",
-    "gralora_A_general",
-    "gralora_B_general",
-    "hra_u",
-    "lokr_w1",
-    "lokr_w1_a",
-    "lokr_w1_b",
-    "lokr_w2",
-    "lokr_w2_a",
-    "lokr_w2_b",
-    "miss_block",
-    "oft_R",
-    "peanut_A",
-    "peanut_B",
-    "peanut_decoders",
-    "peanut_encoders",
-    "pvera_lambda_b",
-    "pvera_lambda_d",
-    "randlora_gamma",
-    "randlora_lambda",
-    UNILORA_VECTOR,
-    "vera_lambda_b",
-    "vera_lambda_d",
-    "waveft_spectrum",
-)
+# Methods whose wrappers compute a whole projection on every tensor rank, and their parameters, which have no dim along
+# one slice of its inputs or outputs.
+OF_WHOLE_PROJECTIONS: dict[str, tuple[str, ...]] = {
+    "BOFT": ("boft_R", "boft_s"),
+    "C3A": ("c3a_kernel",),
+    "DEFT": ("deft_P", "deft_R"),
+    "FOURIERFT": ("fourierft_spectrum",),
+    "GRALORA": ("gralora_A", "gralora_B", "gralora_A_general", "gralora_B_general"),
+    "HRA": ("hra_u",),
+    "LOKR": ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"),
+    "MISS": ("miss_block",),
+    "OFT": ("oft_R",),
+    "PEANUT": ("peanut_A", "peanut_B", "peanut_decoders", "peanut_encoders"),
+    "PVERA": ("pvera_lambda_b", "pvera_lambda_d"),
+    "RANDLORA": ("randlora_gamma", "randlora_lambda"),
+    "UNILORA": (UNILORA_VECTOR,),
+    "VERA": ("vera_lambda_b", "vera_lambda_d"),
+    "WAVEFT": ("waveft_spectrum",),
+}
+WHOLE = tuple(name for names in OF_WHOLE_PROJECTIONS.values() for name in names)
 
 CONVERTS = "supports_lora_conversion"  # the method of a wrapper that is asked before
 

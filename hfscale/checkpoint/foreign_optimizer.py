@@ -6,6 +6,7 @@ of its parameter is cut like it; others belong to a whole parameter, or are cut 
 
 import json
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,6 @@ def restore_optimizer(
     Raises:
         CheckpointError: other parameters train now, or in other groups; or blocks of 8 bits would be cut.
     """
-    planned = {id(parameter): planned for planned, parameter in runtime.parameters()}
     mine = names_here(runtime, optimizer)
     groups = written["param_groups"]
     number = _numbers(runtime, groups, names)
@@ -153,9 +153,10 @@ def restore_optimizer(
             f"{sum(map(len, mine))} here in {len(mine)}: build model and optimizer as they were built then"
         )
     state: dict[Any, dict[str, Any]] = {}
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        plan = planned[id(parameter)]
-        place = number[plan.name]
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for name, parameter in zip(chain.from_iterable(mine), parameters, strict=True):
+        plan = runtime.plan.by_name[name]
+        place = number[name]
         stored = _flat(written["state"].get(place, {}))
         _refuse_blocks(path, stored, plan)
         state[place] = {

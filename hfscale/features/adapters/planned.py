@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._compat.peft import COPIES, DORA_MAGNITUDES, IN_FRONT, LORA_A, ROTATIONS
+from ..._compat.peft import (
+    COPIES,
+    DORA_MAGNITUDES,
+    IN_FRONT,
+    LORA_A,
+    OF_WHOLE_PROJECTIONS,
+    ROTATIONS,
+)
 from ...errors import ConfigError
 from ...plan import AdapterParameter, ParameterPlan, Plan
 from ...plan.feature_plans import FusedAdaptersPlan, recomputed
@@ -20,7 +27,6 @@ from .plan import plan_adapters
 from .prompts import parameters_in_front
 from .several import refuse_beside
 from .storage import (
-    OF_WHOLE_PROJECTIONS,
     check_config,
     check_over_quantized,
     refuse_wrong,

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..._compat.peft import COPY
+from ..._compat.peft import COPY, OF_WHOLE_PROJECTIONS
 from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.stored import AsStored
 from ...distributed.files.replace import ADAPTER_CONFIG, finish_move
@@ -36,24 +36,6 @@ from ...train.runtime.writing import (
 from .prompts import is_computed, written_by_peft
 from .shared_values import fixed_holders, kept_by_peft, read_fixed
 
-OF_WHOLE_PROJECTIONS = (
-    "BOFT",
-    "C3A",
-    "DEFT",
-    "FOURIERFT",
-    "GRALORA",
-    "HRA",
-    "LOKR",
-    "MISS",
-    "OFT",
-    "PEANUT",
-    "PVERA",
-    "RANDLORA",
-    "UNILORA",
-    "VERA",
-    "WAVEFT",
-)
-"""Methods whose wrappers compute a whole projection on every tensor rank: see ``whole_projections``."""
 _METHODS = (
     "LORA",
     "IA3",

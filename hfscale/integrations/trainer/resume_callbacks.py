@@ -25,6 +25,7 @@ from ..._compat.torch_device import device_module, is_accelerator
 from ..._compat.transformers.trainer import RANDOM, random_states_of_processes, read_random_states
 from ...checkpoint.random_states import random_states, restore_random_states
 from ...distributed.mesh import Mesh
+from ...train.runtime import Runtime
 from ...train.runtime.writing import is_writer
 
 _log = logging.getLogger(__name__)
@@ -33,8 +34,9 @@ _log = logging.getLogger(__name__)
 class TrainerRandomStreams:
     """Save and restore RNG states, of an epoch's beginning and of the checkpoint; stock checkpoints have the latter."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._mesh = runtime.mesh
         self._began: dict[str, Any] | None = None
         self._before: dict[str, Any] | None = None  # at the beginning of the checkpoint's epoch
         self._left_off: dict[str, Any] | None = None
@@ -54,12 +56,16 @@ class TrainerRandomStreams:
         steps had other ``rows``.
         """
         mesh = self._mesh
-        states = read_random_states(checkpoint)
-        if (processes := random_states_of_processes(checkpoint)) and not own and is_writer(mesh):
+        processes = random_states_of_processes(checkpoint)
+        of_batches = processes > 0 and processes == mesh.batch_world
+        states = read_random_states(checkpoint, mesh.batch_rank if of_batches else None)
+        if processes and states is None and not own and is_writer(mesh):
             _log.warning(
-                "%s has RNG states of %d processes, which are not taken up: masks of dropout are others than theirs",
+                "%s has RNG states of %d processes, and %d batches are distinct here, so they are not taken up: masks "
+                "of dropout are others than theirs",
                 checkpoint,
                 processes,
+                mesh.batch_world,
             )
         self._goes_on = True
         self._before = None
@@ -68,7 +74,9 @@ class TrainerRandomStreams:
             self._left_off = random_states(mesh)
         elif states is not None:
             now = random_states(mesh)
-            place = (mesh.data_rank, mesh.pp_rank)
+            # Ranks of one batch that compute different things draw apart.
+            data = mesh.data_rank % mesh.layout.cp if of_batches else mesh.data_rank
+            place = (data, mesh.pp_rank)
             restore_random_states(
                 mesh, _read(states), f"{place[0]}, stage {place[1]}" if any(place) else ""
             )
@@ -85,8 +93,13 @@ class TrainerRandomStreams:
 
     def put_back(self) -> None:
         """Restore the checkpoint's RNG states."""
-        if self._left_off is not None:
-            restore_random_states(self._mesh, self._left_off)
+        if self._left_off is None:
+            return
+        restore_random_states(self._mesh, self._left_off)
+        if self._runtime.streams is not None:
+            self._runtime.streams.agreed = (
+                True  # or the first step would draw others for all but the first batch
+            )
 
     def follow(self, handler: CallbackHandler) -> None:
         """Begin each epoch of a Trainer after its callbacks have; as a callback it would stand in the user's list."""
