@@ -23,7 +23,12 @@ from transformers.trainer_callback import CallbackHandler
 
 from ..._compat.torch_device import device_module, is_accelerator
 from ..._compat.transformers.trainer import RANDOM, random_states_of_processes, read_random_states
-from ...checkpoint.random_states import random_states, restore_random_states
+from ...checkpoint.random_states import (
+    place_among,
+    random_states,
+    restore_random_states,
+    states_of_process,
+)
 from ...distributed.mesh import Mesh
 from ...train.runtime import Runtime
 from ...train.runtime.writing import is_writer
@@ -74,12 +79,7 @@ class TrainerRandomStreams:
             self._left_off = random_states(mesh)
         elif states is not None:
             now = random_states(mesh)
-            # Ranks of one batch that compute different things draw apart.
-            data = mesh.data_rank % mesh.layout.cp if of_batches else mesh.data_rank
-            place = (data, mesh.pp_rank)
-            restore_random_states(
-                mesh, _read(states), f"{place[0]}, stage {place[1]}" if any(place) else ""
-            )
+            restore_random_states(mesh, _read(states), place_among(mesh, of_batches))
             self._left_off = random_states(mesh)
             restore_random_states(mesh, now)
         if states is not None and states.get("began") is not None:
@@ -136,15 +136,9 @@ def _stock_random_states(mesh: Mesh | None) -> dict[str, Any]:
 
 def _read(written: dict[str, Any]) -> dict[str, Any]:
     """Return RNG states in the form of :func:`restore_random_states`."""
-    name, keys, *rest = written["numpy"]
-    numpy = (
-        name,
-        torch.as_tensor(np.asarray(keys, dtype=np.int64)),
-        *rest,
-    )
-    states = {"torch": written["cpu"], "python": written["python"], "numpy": numpy}
     device = written.get("cuda")
-    return {**states, "device": device} if isinstance(device, torch.Tensor) else states
+    given = device if isinstance(device, torch.Tensor) else None
+    return states_of_process(written["python"], written["numpy"], written["cpu"], given)
 
 
 class StatesAside(TrainerCallback):
