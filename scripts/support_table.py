@@ -27,7 +27,7 @@ TABLE = """
 | context parallel | {context} families ({handing} pass states, {whole} gather in mixers); all-gather, ring, Ulysses |
 | other classes | pictures, rewards, classifiers: [docs/other-classes.md](docs/other-classes.md) |
 | families nobody described | blueprint inferred and used only if proved: [docs/inference.md](docs/inference.md) |
-| adapters (PEFT) | 23 types, several at once; LoRA on all linear layers of {lora} of {lora_all} families |
+| adapters (PEFT) | 26 types, several at once; LoRA on all linear layers of {lora} of {lora_all} families |
 | 4-bit and 8-bit weights | bitsandbytes in every layout, experts too; stored FP8, MXFP4, INT4, NVFP4 read or kept |
 | optimizers | HF Trainer's names, 8-bit, Adafactor, Muon; equal to one process in every layout |
 | precision | float32, bfloat16, `mixed_precision="bf16"`, `"fp16"`, `"fp8"`, scaled over all ranks; Liger's kernels |
