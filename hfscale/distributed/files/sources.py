@@ -14,6 +14,7 @@ A further form is an entry of :data:`_FORMS`, or an :class:`AddedSource` of an e
 ``pytorch_model.bin``) are transformers' own, and come first: :mod:`.weight_files`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,6 @@ class Source:
     form: str  # in words
     directory: Path  # that has the files
     reader: Callable[[Path], dict[str, TensorOnDisk]]
-    file: Path | None = None  # of one that has its model's config beside the weights
 
     def describe(self) -> str:
         """Return what it is, in words."""
@@ -60,13 +60,20 @@ class Source:
         """Return the source as it is read for a full ``model`` on the meta device; ``tells`` of what all ranks read."""
         return self
 
+
+@dataclass(frozen=True)
+class FileWithConfig(Source, ABC):
+    """Describe a file that has its model's config beside the weights."""
+
+    file: Path
+
+    @abstractmethod
     def build_model(self) -> Any:
         """Return the full model that :attr:`file` describes, on the meta device."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write_small_files(self, model: Any, target: Path) -> None:
         """Write what :attr:`file` has beside weights: the config of the ``model``, a tokenizer."""
-        raise NotImplementedError
 
 
 class AddedSource:
@@ -160,7 +167,7 @@ def open_weights(directory: Path) -> dict[str, TensorOnDisk]:
     if files := weight_files(directory):
         return open_tensors(files)
     source = find_source(directory)
-    return {} if source is None or source.file is not None else source.open()
+    return {} if source is None or isinstance(source, FileWithConfig) else source.open()
 
 
 def written_elsewhere(source: Path) -> str | None:

@@ -190,7 +190,11 @@ def attach_adapters(
             _place_buffers(model, mesh.device)
         read = partial(dequantized_share, model, planned)
         drawn = _NewAdapters(config, name, planned, mesh, shares, read)
-        made = drawn.values(whole, added, seed)
+        if config.is_prompt_learning:
+            with _random_numbers(seed, mesh):
+                made = first_prompt(whole, name, planned, mesh, shares)
+        else:
+            made = drawn.values(whole.get_base_model(), added, seed)
         rows = first_rows(planned, mesh, shares)
         keep_first_rows(model, planned, mesh, rows)
         made |= {
@@ -342,18 +346,14 @@ class _NewAdapters:
     dequantized: Callable[[str], Tensor]
 
     def values(
-        self, whole: Any, adapters: Sequence[AdapterParameter], seed: int | None
+        self, stock: nn.Module, adapters: Sequence[AdapterParameter], seed: int | None
     ) -> dict[str, Tensor]:
         """Return this rank's shards of ``adapters``, and of weights that their initialization has changed;
-        ``whole`` is PEFT's full model on the meta device; without a ``seed`` torch's current RNG state is used.
+        ``stock`` is the full model on the meta device; without a ``seed`` torch's current RNG state is used.
         """
         plan = self.plan
         mesh = self.mesh
-        if self.config.is_prompt_learning:
-            with _random_numbers(seed, mesh):
-                return first_prompt(whole, self.name, plan, mesh, self.shares)
         failure: Exception | None = None
-        stock = whole.get_base_model()
         here = plan.local_names(mesh.pp_rank)
         made: dict[str, Tensor] = {}
         by_module: dict[str, list[AdapterParameter]] = {}

@@ -15,8 +15,8 @@ gradient. Of prefixes each rank has the gradient of its own heads, and each stag
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -181,7 +181,8 @@ def in_front(plan: Plan, peft_model: Any, batch: Batch) -> Batch:
         ConfigError: it has other than ids, or what counts its tokens.
     """
     kind = prompt_of(plan)
-    if kind is None:
+    # PEFT's ``disable_adapter()`` switches prompts off for a while.
+    if kind is None or not peft_model.has_active_enabled_adapter:
         return batch
     ids = batch.get("input_ids")
     mask = batch.get("attention_mask")
@@ -221,6 +222,8 @@ def install_prompts(runtime: Runtime, peft_model: Any) -> None:
     @functools.wraps(forward)
     def behind(*args: Any, **kwargs: Any) -> Any:
         given: Batch = {**dict(zip(names, args, strict=False)), **kwargs}
+        if not peft_model.has_active_enabled_adapter:
+            return forward(**given)
         if not in_prepared_pass():
             given = in_front(plan, peft_model, given)
         return forward(**put(dict(given)))
@@ -231,9 +234,19 @@ def install_prompts(runtime: Runtime, peft_model: Any) -> None:
             "(hfscale.save_pretrained), and load it with PEFT"
         )
 
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    @contextmanager
+    def disable_adapter() -> Iterator[None]:
+        with type(peft_model).disable_adapter(peft_model):
+            peft_model.forward = call  # PEFT's would call the model past its hooks
+            yield
+
     model.forward = behind
     model.generate = refuse
-    peft_model.forward = lambda *args, **kwargs: model(*args, **kwargs)
+    peft_model.forward = call
+    peft_model.disable_adapter = disable_adapter
 
 
 def _tokens(runtime: Runtime, peft_model: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:

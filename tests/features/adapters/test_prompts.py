@@ -353,6 +353,7 @@ def _refusals(start: str) -> dict[str, str]:
         "second": lambda: adapted.add_adapter("b", copy.deepcopy(KINDS["encoder"])),
         "merge": lambda: hfscale.merge_and_unload(adapted),
         "generate": lambda: adapted.generate(input_ids=ids),
+        "teacher": lambda: hfscale.Teacher(across, adapted),
         "positions": lambda: hfscale.train_step(model, {**batch, "position_ids": ids}),
         "vectors": lambda: hfscale.train_step(
             model, {"inputs_embeds": torch.zeros(2, 6, 32), "labels": ids}
@@ -361,6 +362,10 @@ def _refusals(start: str) -> dict[str, str]:
     }
     for name, call in calls.items():
         told[name] = refusal_of(call)
+    with adapted.disable_adapter(), torch.no_grad():
+        off = [float(hfscale.eval_step(adapted, batch)), float(adapted(**batch).loss)]
+    on = float(hfscale.eval_step(adapted, batch))
+    told["off"] = str([each == pytest.approx(plain, rel=1e-6) for each in (*off, on)])
     hfscale.save_pretrained(adapted, f"{start}/prompt")
     with pytest.raises(CheckpointError) as error:
         hfscale.from_pretrained(start, parallel=parallel, peft_config=f"{start}/prompt")
@@ -385,6 +390,8 @@ WORDS = {
     "outside": "outside of the vocabulary of 67",
     "saved": "got the prompt alone, which is all that PEFT writes",
     "unloaded": "True",
+    "off": "[True, True, False]",
+    "teacher": "has a prompt in front of its tokens",
 }
 
 
