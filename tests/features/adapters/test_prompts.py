@@ -451,6 +451,7 @@ def _by_trainer(directory: Path, kind: str, layout: dict[str, Any] | None, sft: 
 
 
 @pytest.mark.parametrize("kind", ["rows", "encoder", "prefix"])
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated")
 @pytest.mark.parametrize("sft", [False, True], ids=["Trainer", "SFTTrainer"])
 def test_trainers(pools: Pools, tmp_path: Path, kind: str, sft: bool) -> None:
     torch.manual_seed(0)
