@@ -27,7 +27,7 @@ TABLE = """
 | context parallel | {context} families ({handing} pass recurrent states, {whole} gather); all-gather, ring, Ulysses |
 | other classes | vision-language, reward models, classifiers: [docs/other-classes.md](docs/other-classes.md) |
 | unlisted families | hfscale infers a blueprint and uses it only if proved: [docs/inference.md](docs/inference.md) |
-| adapters (PEFT) | 23 types, several at once; LoRA on all linear layers of {lora} of {lora_all} families |
+| adapters (PEFT) | 26 types, several at once; LoRA on all linear layers of {lora} of {lora_all} families |
 | 4-bit and 8-bit weights | bitsandbytes in every layout, experts too; reads or keeps FP8, MXFP4, INT4, NVFP4 |
 | optimizers | HF Trainer's names, 8-bit, Adafactor, Muon; equal to one process in every layout |
 | precision | float32, bfloat16, `mixed_precision="bf16"`, `"fp16"`, `"fp8"`, scaled over all ranks; Liger's kernels |

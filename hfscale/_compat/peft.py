@@ -44,42 +44,35 @@ BEFT_BIAS = "beft_bias"  # bias of BEFT, ``[1, out]``
 # RoAd (Liao and Monz 2024): angles and scales of groups of outputs.
 ROTATIONS = ("road_theta", "road_alpha")
 
+# Attribute of PEFT's model: adapter name -> prompt encoder. An encoder prepends virtual tokens, or keys and values.
+PROMPT_ENCODER = "prompt_encoder"
+PROMPT = "prompt"
+PREFIX = "prefix"
+IN_FRONT = (PROMPT, PREFIX)
+_PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")
+
 UNILORA_VECTOR = "unilora_theta_d"  # one vector for all wrappers of a model
 
-# Parameters without any dim along the inputs or the outputs of a projection.
-WHOLE = (
-    "boft_R",
-    "boft_s",
-    "c3a_kernel",
-    "deft_P",
-    "deft_R",
-    "fourierft_spectrum",
-    "gralora_A",
-    "gralora_B",
-    "gralora_A_general",
-    "gralora_B_general",
-    "hra_u",
-    "lokr_w1",
-    "lokr_w1_a",
-    "lokr_w1_b",
-    "lokr_w2",
-    "lokr_w2_a",
-    "lokr_w2_b",
-    "miss_block",
-    "oft_R",
-    "peanut_A",
-    "peanut_B",
-    "peanut_decoders",
-    "peanut_encoders",
-    "pvera_lambda_b",
-    "pvera_lambda_d",
-    "randlora_gamma",
-    "randlora_lambda",
-    UNILORA_VECTOR,
-    "vera_lambda_b",
-    "vera_lambda_d",
-    "waveft_spectrum",
-)
+# Methods whose wrappers compute a full projection on every tensor rank -> their parameters, which have no dim along
+# the inputs or outputs of the projection.
+OF_WHOLE_PROJECTIONS: dict[str, tuple[str, ...]] = {
+    "BOFT": ("boft_R", "boft_s"),
+    "C3A": ("c3a_kernel",),
+    "DEFT": ("deft_P", "deft_R"),
+    "FOURIERFT": ("fourierft_spectrum",),
+    "GRALORA": ("gralora_A", "gralora_B", "gralora_A_general", "gralora_B_general"),
+    "HRA": ("hra_u",),
+    "LOKR": ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"),
+    "MISS": ("miss_block",),
+    "OFT": ("oft_R",),
+    "PEANUT": ("peanut_A", "peanut_B", "peanut_decoders", "peanut_encoders"),
+    "PVERA": ("pvera_lambda_b", "pvera_lambda_d"),
+    "RANDLORA": ("randlora_gamma", "randlora_lambda"),
+    "UNILORA": (UNILORA_VECTOR,),
+    "VERA": ("vera_lambda_b", "vera_lambda_d"),
+    "WAVEFT": ("waveft_spectrum",),
+}
+WHOLE = tuple(name for names in OF_WHOLE_PROJECTIONS.values() for name in names)
 
 CONVERTS = "supports_lora_conversion"  # a wrapper's method that tells whether it can be converted
 
@@ -113,6 +106,7 @@ NEW_WEIGHTS = (
     *(f".{name}." for name in WHOLE),
     f".{COPY}.",
     f".{NORM_COPY}.",
+    f"{PROMPT_ENCODER}.",
 )
 
 
@@ -197,7 +191,12 @@ def puts_tokens_in_front(model: nn.Module) -> bool:
     if "peft" not in sys.modules or not isinstance(model, sys.modules["peft"].PeftModel):
         return False
     config = model.active_peft_config
-    return bool(config.is_prompt_learning) and config.peft_type != "PREFIX_TUNING"
+    return bool(config.is_prompt_learning) and not is_prefix(config)
+
+
+def is_prefix(config: Any) -> bool:
+    """Return whether a prompt's config is of keys and values in front of a text's, and not of tokens."""
+    return str(config.peft_type.value) in _PREFIXES
 
 
 def computes_loss(model: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from ..features.adapters import (
     merge_local_weights,
     read_config,
 )
+from ..features.adapters.attach import NOT_ADDED
 from ..features.adapters.merge_adapters import (
     dequantized_weights,
     put_plain_modules,
@@ -32,6 +33,7 @@ from ..plan.feature_plans import OwnLossPlan
 from ..train.distillation import evaluating
 from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.shards import LocalWeights
+from ..train.runtime.writing import all_or_none
 from ..train.step import eval_step
 from .assemble import assemble, take_apart
 from .peft_methods import put_methods
@@ -88,7 +90,8 @@ def get_peft_model(
         raise ConfigError(
             f"adapter_name={adapter_name!r} is invalid: use a name, such as 'default'"
         )
-    config, source = read_config(peft_config)
+    with all_or_none(runtime.mesh, NOT_ADDED):  # each host reads its own files
+        config, source = read_config(peft_config)
     if revision is not None:
         _name_revision(config, revision)
     if _is_left_to_peft(runtime, config, mixed, low_cpu_mem_usage):

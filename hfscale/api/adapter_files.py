@@ -32,7 +32,7 @@ from ..checkpoint.copied import copy_tensors
 from ..checkpoint.stored_forms.encoding import QuantizedAgain, refuse_other_forms
 from ..checkpoint.stored_forms.forms import as_plain, in_the_file, load_weights_as
 from ..checkpoint.stored_forms.scheme import describe_form, form_in
-from ..distributed.files.replace import finish_move
+from ..distributed.files.replace import ADAPTER_CONFIG, finish_move
 from ..distributed.files.sources import open_weights
 from ..distributed.files.weight_files import open_tensors
 from ..distributed.files.writer import INDEX, REPLACED, CheckpointWriter
@@ -342,7 +342,7 @@ def adapter_for_engine(
     stored = {key: tensor[...] for key, tensor in adapted.trained.items()}
     contents = {name: p.detach() for name, p in adapted.model.named_parameters()}
     as_stored = AsStored(adapted.model, contents)
-    settings = json.loads((adapter / "adapter_config.json").read_text())
+    settings = json.loads((adapter / ADAPTER_CONFIG).read_text())
     factors: dict[str, dict[str, AdapterParameter]] = {}
     for each in adapted.adapters:
         if each.experts and contents[each.base].ndim == 3:  # excludes a router's matrix
@@ -369,7 +369,7 @@ def adapter_for_engine(
                     _record_rank(settings, rank, beside)
     with atomic_directory(out, stale=(WEIGHTS, "adapter_model.bin")) as staging:
         save_file(stored, staging.path / WEIGHTS, metadata={"format": "pt"})
-        (staging.path / "adapter_config.json").write_text(
+        (staging.path / ADAPTER_CONFIG).write_text(
             json.dumps(settings, indent=2, sort_keys=True) + "\n"
         )
     return len(stored)

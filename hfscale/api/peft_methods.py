@@ -33,7 +33,10 @@ def put_methods(
         """Merge like PEFT's own method, but always check merged weights (``safe_merge``)."""
         return merge(model, dtype=dtype, adapter_names=asked.get("adapter_names"))
 
-    for part in (peft_model, peft_model.base_model):
+    # A prompt's base is the stock model.
+    for part in dict.fromkeys((peft_model, peft_model.base_model)):
+        if part is model:
+            continue
         part.merge_and_unload = merge_and_unload
         part.unload = lambda *_, **__: unload(model)
     peft_model.save_pretrained = _saving(peft_model)

@@ -9,6 +9,7 @@ from .._compat.peft import delete_adapter
 from ..errors import ConfigError
 from ..features.adapters import Adapters, attach_adapters, complete_config, read_config
 from ..features.adapters.adapter_structure import guard_methods
+from ..features.adapters.attach import NOT_ADDED
 from ..features.adapters.planned import plan_with
 from ..features.adapters.several import let_all_train
 from ..features.adapters.storage import load_adapter
@@ -74,7 +75,7 @@ def put_several(peft_model: Any, put_methods: Callable[[], None]) -> None:
         autocast_adapter_dtype: bool = True,
     ) -> None:
         _refuse_known(peft_model, adapter_name)
-        config, source = read_config(peft_config)
+        config, source = _read_by_all(peft_model, peft_config)
         changed("add_adapter", _added(adapter_name, config, source, autocast_adapter_dtype))
         complete_config(peft_config, peft_model.peft_config[adapter_name])
 
@@ -87,7 +88,7 @@ def put_several(peft_model: Any, put_methods: Callable[[], None]) -> None:
         **others: Any,
     ) -> Any:
         _refuse_arguments(others)
-        config, source = read_config(str(model_id))
+        config, source = _read_by_all(peft_model, str(model_id))
         if adapter_name in peft_model.peft_config:
             changed("load_adapter", _reread(adapter_name, str(model_id)))
         else:
@@ -110,6 +111,12 @@ def put_several(peft_model: Any, put_methods: Callable[[], None]) -> None:
     peft_model.add_adapter = add_adapter
     peft_model.load_adapter = load_adapter
     peft_model.delete_adapter = delete
+
+
+def _read_by_all(peft_model: Any, given: Any) -> tuple[Any, str | None]:
+    """Read a config on every rank, or raise on every rank: each host reads its own files."""
+    with all_or_none(runtime_of(peft_model).mesh, NOT_ADDED):
+        return read_config(given)
 
 
 def _adapters_of(runtime: Runtime, by: str) -> Adapters:

@@ -167,8 +167,11 @@ class FromCheckpoint(FromSeed):
         there.
         """
         self.name = name
-        for holder in (self.outline.config, self.outline.model):
-            holder.name_or_path = name
+        self._name(self.outline.config, self.outline.model)
+
+    def _name(self, *holders: Any) -> None:
+        for holder in holders if self.name else ():
+            holder.name_or_path = self.name
 
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
         """Return the model on the meta device with local sizes, and this rank's final shards of its weights."""
@@ -184,8 +187,7 @@ class FromCheckpoint(FromSeed):
                 self.outline.form,
             )
             warn_of_not_finite(mesh, not_finite(weights.numbers_besides(missing)), self.path)
-        for holder in (model.config, model) if self.name else ():
-            holder.name_or_path = self.name
+        self._name(model.config, model)
         if missing:
             template = self.template(model)
             fresh, _ = initialize_local_weights(

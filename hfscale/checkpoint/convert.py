@@ -1,5 +1,6 @@
 """Convert a saved state to a Hugging Face directory, one tensor at a time, without a GPU; describe directories."""
 
+import logging
 import shutil
 from collections import Counter
 from datetime import datetime, timezone
@@ -10,17 +11,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .._compat.peft import NEW_WEIGHTS
 from .._compat.transformers.added_layers import stored_names
 from .._compat.transformers.classes import empty_model
 from .._compat.transformers.stored import AsStored
 from ..config.parallel import AXES, ParallelConfig
 from ..distributed.files.complete import MARK, content_problems, read_mark
-from ..distributed.files.replace import finish_move
+from ..distributed.files.replace import ADAPTER_CONFIG, finish_move
 from ..distributed.files.sources import find_source, has_weights, written_elsewhere
 from ..distributed.files.weight_files import open_tensors, weight_files
 from ..distributed.files.writer import REPLACED, CheckpointWriter
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
+from ..features.adapters.prompts import written_by_peft
+from ..features.adapters.several import config_in_state
+from ..features.adapters.storage import WEIGHTS, read_config
 from ..features.added_layers import named_in
 from ..train.runtime.writing import all_or_none, atomic_directory
 from .convert_source import describe_source
@@ -32,7 +37,7 @@ from .state_format import INDEX, StateIndex, StateReader
 from .stored_forms.encoding import QuantizedAgain, quantized_again
 from .stored_forms.scheme import describe_form
 
-_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+_log = logging.getLogger(__name__)
 _CONFIGS = (".json", ".py", ".jinja")
 
 
@@ -82,10 +87,31 @@ def _write_adapters(directory: Path, reader: StateReader, target: Path) -> None:
     for place, keys in places.items():
         below = target / place
         below.mkdir(exist_ok=True)
+        shutil.copyfile(directory / config_in_state(place), below / ADAPTER_CONFIG)
+        config, _ = read_config(str(below))
         tensors = {name: reader.whole(key) for name, key in keys.items()}
-        save_file(tensors, below / _ADAPTER[1], metadata={"format": "pt"})
-        config = f"{place}.{_ADAPTER[0]}" if place else _ADAPTER[0]
-        shutil.copyfile(directory / config, below / _ADAPTER[0])
+        written = written_by_peft(config, tensors)
+        save_file(written, below / WEIGHTS, metadata={"format": "pt"})
+    _tell_of_others(directory, reader.index)
+
+
+def _tell_of_others(directory: Path, index: StateIndex) -> None:
+    """Warn of adapters' tensors that the state's list of files does not name: older versions listed one adapter's."""
+    listed = set(index.stored.values())
+    others = [
+        key
+        for key in index.tensors
+        if key not in listed and any(part in key for part in NEW_WEIGHTS)
+    ]
+    if others:
+        _log.warning(
+            "%s names the files of its active adapter alone, as states of older versions do, and has %d tensors of "
+            "others (%s for one), which are not written: load the state into a model with all of its adapters, and "
+            "save that",
+            directory,
+            len(others),
+            others[0],
+        )
 
 
 def _write_model(
@@ -225,10 +251,8 @@ def _checkpoint(source: Path, files: list[Path]) -> tuple[list[str], list[str]]:
             total = total + sum(prod(t.shape) * t.dtype.itemsize for t in found)
         except CheckpointError as error:
             problems.append(str(error))
-    what = (
-        "an adapter" if (source / "adapter_config.json").exists() else "a Hugging Face checkpoint"
-    )
+    what = "an adapter" if (source / ADAPTER_CONFIG).exists() else "a Hugging Face checkpoint"
     lines = [f"{source}: {what}, {len(files)} files, {tensors} tensors, {total:,} bytes"]
-    if not any((source / name).exists() for name in ("config.json", "adapter_config.json")):
+    if not any((source / name).exists() for name in ("config.json", ADAPTER_CONFIG)):
         problems.append("it has no config.json")
     return lines, problems

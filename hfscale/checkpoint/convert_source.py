@@ -14,7 +14,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from .._compat.transformers.classes import class_name, empty_model
 from .._compat.transformers.stored import AsStored
 from ..distributed.files.reader import TensorOnDisk
-from ..distributed.files.sources import Source
+from ..distributed.files.sources import FileWithConfig, Source
 from ..distributed.files.writer import REPLACED, CheckpointWriter
 from ..errors import CheckpointError
 from ..train.runtime.writing import atomic_directory
@@ -43,11 +43,10 @@ def convert_source(
     Raises:
         CheckpointError: the weights do not belong to the config's class, or some shards are missing.
     """
-    own = source.file if config is None else None
-    home = own or _home(source, config)
-    given = source
+    own = source if config is None and isinstance(source, FileWithConfig) else None
+    home = _home(source, config) if own is None else own.file
     try:
-        model = source.build_model() if own else empty_model(home, trust_remote_code)
+        model = own.build_model() if own is not None else empty_model(home, trust_remote_code)
     except (LookupError, ValueError, OSError) as error:
         raise CheckpointError(
             f"{home}: the model cannot be built from its config: {error}"
@@ -67,8 +66,8 @@ def convert_source(
         for name, tensor in stored.items():
             write_parameter(writer, converted, plain, name, tensor[...])
         writer.finish()
-        if own:
-            given.write_small_files(model, staging.path)
+        if own is not None:
+            own.write_small_files(model, staging.path)
         for name in (_CONFIG, GENERATION_CONFIG_NAME):
             if (home / name).exists():
                 shutil.copyfile(home / name, staging.path / name)
@@ -94,7 +93,7 @@ def describe_source(source: Source, given: Path, verify: bool = True) -> tuple[l
     if state.exists():
         step = json.loads(state.read_bytes()).get("global_step")
         lines.append(f"  of a Trainer, step {step}: hfscale.Trainer resumes from it")
-    has_config = (given / _CONFIG).exists() or source.file is not None
+    has_config = (given / _CONFIG).exists() or isinstance(source, FileWithConfig)
     asks = "" if has_config else ", config=BASE"
     option = "" if has_config else " --config BASE"
     lines.append(f"  weights: hfscale.from_pretrained({str(given)!r}{asks}), in any layout")
@@ -106,7 +105,7 @@ def _compare_with_config(source: Source) -> None:
     """Raise :class:`CheckpointError` if tensors of a source have other shapes than the config in the same directory
     requires. Without this check, one of several ranks' shards would look like a full tensor.
     """
-    if source.file is not None or not (source.directory / _CONFIG).exists():
+    if isinstance(source, FileWithConfig) or not (source.directory / _CONFIG).exists():
         return
     try:
         model = empty_model(source.directory, trusted=False)

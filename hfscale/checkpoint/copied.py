@@ -16,6 +16,7 @@ from torch import nn
 from .._compat.transformers.classes import class_name
 from ..distributed.files.directories import leads_out
 from ..distributed.files.reader import TensorOnDisk
+from ..distributed.files.replace import ADAPTER_CONFIG
 from ..distributed.files.sources import open_weights
 from ..distributed.files.writer import CheckpointWriter
 from ..errors import CheckpointError
@@ -25,7 +26,7 @@ from .stored_forms.scheme import form_in
 
 _log = logging.getLogger(__name__)
 _SUFFIXES = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
-_WRITTEN = ("config.json", "generation_config.json", "adapter_config.json", "trainer_state.json")
+_WRITTEN = ("config.json", "generation_config.json", ADAPTER_CONFIG, "trainer_state.json")
 _MOST_NAMED = 3
 
 

@@ -7,6 +7,7 @@ hfscale's own optimizers.
 
 import json
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,6 @@ def restore_optimizer(
         CheckpointError: the optimizer has other parameters or other groups; or the layout would split the blocks of
             8-bit states.
     """
-    planned = {id(parameter): planned for planned, parameter in runtime.parameters()}
     mine = names_here(runtime, optimizer)
     groups = written["param_groups"]
     number = _numbers(runtime, groups, names)
@@ -160,9 +160,10 @@ def restore_optimizer(
             "as in the run that wrote it"
         )
     state: dict[Any, dict[str, Any]] = {}
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        plan = planned[id(parameter)]
-        place = number[plan.name]
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for name, parameter in zip(chain.from_iterable(mine), parameters, strict=True):
+        plan = runtime.plan.by_name[name]
+        place = number[name]
         stored = _flat(written["state"].get(place, {}))
         _refuse_blocks(path, stored, plan)
         state[place] = {

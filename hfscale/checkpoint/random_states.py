@@ -34,6 +34,25 @@ def random_states(mesh: Mesh) -> dict[str, Any]:
     return states
 
 
+def states_of_process(
+    python: Any, numpy: Any, cpu: torch.Tensor, device: torch.Tensor | None = None
+) -> dict[str, Any]:
+    """Return RNG states that another trainer's process has saved as this module has them."""
+    name, keys, *rest = numpy
+    kept = (name, torch.as_tensor(np.asarray(keys, dtype=np.int64)), *rest)
+    states = {"torch": cpu, "python": python, "numpy": kept}
+    return states if device is None else {**states, "device": device}
+
+
+def place_among(mesh: Mesh, of_batches: bool) -> str:
+    """Return what tells this rank from others that restore the same states, empty for the first: those with one batch,
+    of states that there are ``of_batches``, one for each.
+    """
+    # Ranks of one batch that compute different things draw apart.
+    data = mesh.data_rank % mesh.layout.cp if of_batches else mesh.data_rank
+    return f"{data}, stage {mesh.pp_rank}" if data or mesh.pp_rank else ""
+
+
 def restore_random_states(mesh: Mesh, states: dict[str, Any], place: str = "") -> None:
     """Restore RNG states; if ``place`` is given, seed new states with it, because another rank continues these
     states.

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from ..config.environment import RUN
 from ..distributed.files import complete, directories
+from ..distributed.files.replace import ADAPTER_CONFIG
 from ..distributed.files.sources import form_of, written_elsewhere
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
@@ -178,7 +179,7 @@ def _held_by(source: Path) -> str | None:
     """Return a text that names the weights in a directory without states, and the function that reads them; ``None`` if
     the directory has no weights of a known format.
     """
-    if (source / "adapter_config.json").exists():
+    if (source / ADAPTER_CONFIG).exists():
         return "an adapter: hfscale.from_pretrained(BASE, peft_config=...) reads it"
     if (form := form_of(source)) is not None:
         return f"weights ({form}), and no state of a run: hfscale.from_pretrained reads them, at step 0"

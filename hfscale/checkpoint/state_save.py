@@ -19,10 +19,11 @@ from torch import Tensor
 from .._compat.transformers.stored import write_configs
 from ..distributed.files.complete import FileSum, write_synced
 from ..distributed.files.directories import staging_of
+from ..distributed.files.replace import ADAPTER_CONFIG
 from ..distributed.files.writer import write_tensors
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
-from ..features.adapters.several import directories_of
+from ..features.adapters.several import config_in_state, directories_of
 from ..features.adapters.storage import write_adapter_config
 from ..plan import ParameterPlan
 from ..plan.state_tensor import StateTensor, like, own, whole
@@ -33,8 +34,6 @@ from .coverage import carried_by
 from .random_states import random_states
 from .state_directory import NewState, prune
 from .state_format import INDEX, StateIndex, is_written_by, rest_name, weights_name
-
-_CONFIG = "adapter_config.json"
 
 
 @dataclass
@@ -205,9 +204,9 @@ def take_state(
                 for name, directory in directories_of(adapters.names, Path(written)).items():
                     directory.mkdir(exist_ok=True)
                     write_adapter_config(adapters.whole, name, directory)
-                    if directory != Path(written):  # a state has no subdirectories
-                        config = directory / _CONFIG
-                        config.rename(directory.with_name(f"{name}.{_CONFIG}"))
+                    place = str(directory.relative_to(written)).removeprefix(".")
+                    config = directory / ADAPTER_CONFIG
+                    config.rename(Path(written) / config_in_state(place))
             files = (path for path in sorted(Path(written).iterdir()) if path.is_file())
             taken.beside = {path.name: path.read_bytes() for path in files}
     return taken

@@ -12,6 +12,7 @@ from .._compat.transformers.stored import AsStored, Fp8Encoder, loaded_conversio
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError, ConfigError, check_count, check_switch, in_words
 from ..features.adapters.merge_adapters import WholeMerge
+from ..features.adapters.prompts import is_computed
 from ..features.adapters.storage import adapter_tensors
 from ..train.guards.replicas import checksum
 from ..train.runtime import Runtime, runtime_of
@@ -128,6 +129,11 @@ def stream_weights(
         raise ConfigError(
             "adapters_only=True needs a model with adapters, and cannot be combined with merge_adapters= or "
             "quantization_config=, which concern the full weights: leave adapters_only= out, or the other arguments"
+        )
+    if adapters is not None and is_computed(adapters.whole, adapters.name):
+        raise ConfigError(
+            "stream_weights must be of weights, or of a prompt that is held as it is, got one that an encoder "
+            "computes: write it with hfscale.save_pretrained"
         )
     entries = tensors_to_save(runtime)
     asked = (model, chosen, merge_adapters, adapters_only, repr(quantization_config))

@@ -69,11 +69,11 @@ def refuse_without_around(runtime: Runtime, model: nn.Module, call: str, instead
         )
 
 
-def labels_around(model: nn.Module, batch: Any) -> float | None:
+def labels_around(runtime: Runtime, model: nn.Module, batch: Any) -> float | None:
     """Return the number of labels of a step if PEFT prepends prompt tokens to each row, so that the row's first label
-    is predicted, too; ``None`` without such a prompt.
+    is predicted, too; ``None`` without such a prompt, or over several ranks, where the batch contains the prompt.
     """
-    if not puts_tokens_in_front(model):
+    if runtime.mesh.layout.total_size > 1 or not puts_tokens_in_front(model):
         return None
     batches: Sequence[Any] = [batch] if isinstance(batch, Mapping) else batch
     return (

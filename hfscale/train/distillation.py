@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from .._compat.peft import adapters_switched_off
+from .._compat.peft import IN_FRONT, adapters_switched_off
 from .._compat.torch import tree_map
 from .._compat.transformers.classes import class_name
 from ..config.options import MIXED_PRECISIONS
@@ -74,6 +74,7 @@ class ModelTeacher:
             raise ConfigError(
                 "teacher was made for another student: make hfscale.Teacher(teacher, model) for this student"
             )
+        loss_over_vocabulary(runtime)  # adapters may have been added since
 
     @torch.no_grad()
     def signals(self, batch: Batch | Sequence[Batch]) -> list[tuple[Tensor, ...]]:
@@ -284,7 +285,14 @@ def check_vocabulary(its: Mapping[str, Any], student: Runtime) -> None:
 
 
 def loss_over_vocabulary(runtime: Runtime) -> StepLoss:
-    """Return the loss of a model; raise :class:`ConfigError` if it is not a loss over a vocabulary."""
+    """Return the loss of a model; raise :class:`ConfigError` if it is not a loss over a vocabulary, or if a prompt is
+    prepended to the model's tokens.
+    """
+    if any(adapter.kept_in in IN_FRONT for adapter in runtime.plan.adapters):
+        raise ConfigError(
+            f"{class_name(runtime.model)} has a prompt in front of its tokens, but teacher and student must have the "
+            "same tokens: distill with LoRA, or without adapters"
+        )
     if runtime.loss is None or runtime.plan.head is None or runtime.plan.loss is None:
         raise ConfigError(
             f"{class_name(runtime.model)} has no loss over a vocabulary that hfscale can compute: distill a causal "

@@ -333,9 +333,9 @@ def _vocabulary(runtime: Runtime, batches: Sequence[Batch]) -> int | None:
         all(each is None or each.device.type == "cpu" for each in ids)
         and runtime.mesh.control is not None
     )
-    return (
-        shape[0] if shape is not None and (on_host or runtime.plan.embedding is not None) else None
-    )
+    if shape is None or not (on_host or runtime.plan.embedding is not None):
+        return None
+    return shape[0] + (0 if runtime.adapters is None else runtime.adapters.tokens_in_front(runtime))
 
 
 def _refuse_outside(runtime: Runtime, outside: int) -> None:
@@ -359,13 +359,19 @@ def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> l
         raise ConfigError(f"this rank's batch has no rows for {asks}: pass at least one row")
     shared = [
         Microbatch(each)
-        for each in runtime.executor.share_out([dict(microbatch) for microbatch in filled])
+        for each in runtime.executor.share_out(
+            [dict(_behind_prompt(runtime, microbatch)) for microbatch in filled]
+        )
     ]
     for microbatch in shared:
         microbatch.parts = len(shared) // len(given)
     for part in runtime.parts_with(Part.check_step):
         part.check_step(runtime, shared, user_loss=not loss.needs_labels)
     return shared
+
+
+def _behind_prompt(runtime: Runtime, batch: Batch) -> Batch:
+    return batch if runtime.adapters is None else runtime.adapters.in_front(runtime, batch)
 
 
 def _without_gaps(runtime: Runtime, batch: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -78,7 +78,7 @@ def train_step(
         refuse_loss_around(runtime, model)
         refuse_trained_around(runtime, model)
         if num_items_in_batch is None:
-            num_items_in_batch = labels_around(model, batch)
+            num_items_in_batch = labels_around(runtime, model, batch)
     if loss_fn is not None:
         from .user_loss import UserLoss
 
@@ -202,7 +202,7 @@ def eval_step(
         if num_items_in_batch is None and model is not runtime.model:
             from .around import labels_around
 
-            num_items_in_batch = labels_around(model, batch)
+            num_items_in_batch = labels_around(runtime, model, batch)
         signals = None if teacher is None else teacher.signals(batch)
         microbatches, num_labels = prepare(runtime, batch, train=False)
         divisors = _divisors(num_labels, num_items_in_batch, len(microbatches))

@@ -277,7 +277,7 @@ class UserLoss:
             each.like({name: each[name] for name in each if name in self._taken})
             for each in self._given
         ]
-        parameters = list(runtime.model.parameters()) if train else []
+        parameters = list(runtime.around_it.parameters()) if train else []
         with torch.set_grad_enabled(train), gradients_aside(parameters):
             total = runtime.run_step(model, inputs, Objective(self._loss), train)
             self._loss_fn.agree()

@@ -22,7 +22,11 @@ Pools = Callable[[int], RankPool]
 LAYOUTS = [{"tp_size": 2}, {"dp_shard_size": 2}, {"pp_size": 2}]
 # Otherwise Accelerate steps a schedule once for each process.
 ONCE = DataLoaderConfiguration(split_batches=True)
-CONFIGS = {"llama": tiny("llama"), "tied": tiny("llama", tie_word_embeddings=True)}
+CONFIGS = {
+    "llama": tiny("llama"),
+    "tied": tiny("llama", tie_word_embeddings=True),
+    "dropping": tiny("gpt2", resid_pdrop=0.2, embd_pdrop=0.2),
+}
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:
@@ -53,8 +57,13 @@ def theirs(start: str, out: str, groups: int) -> tuple[list[float], list[list[st
     names = [[named[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     losses = []
+    torch.manual_seed(7 + accelerator.process_index)
     for step in range(6):
-        loss = model(**batch(step), use_cache=False).loss
+        rows = {
+            name: value.chunk(accelerator.num_processes)[accelerator.process_index]
+            for name, value in batch(step).items()
+        }
+        loss = model(**rows, use_cache=False).loss
         accelerator.backward(loss)
         optimizer.step()
         schedule.step()
@@ -117,6 +126,20 @@ def test_losses_are_those_of_the_other_trainers_continuation(
     for layout in LAYOUTS:
         for losses in pools(2).run(ours, starts[name], out, layout, groups):
             assert losses == pytest.approx(expected, rel=1e-5), layout
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_masks_go_on_where_ranks_have_the_batches_of_its_processes(
+    processes: int, starts: dict[str, str], pools: Pools, tmp_path: Path
+) -> None:
+    out = str(tmp_path / "state")
+    pool = pools(2)
+    run = pool.run if processes == 2 else lambda *given: [pool.alone(*given)]
+    told = [losses for losses, _ in run(theirs, starts["dropping"], out, 1)]
+    expected = [sum(each) / processes for each in zip(*told, strict=True)]
+    layout = {"dp_shard_size": 2} if processes == 2 else {"tp_size": 2}
+    for losses in pool.run(ours, starts["dropping"], out, layout, 1):
+        assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def from_directory(directory: str, base: str, layout: dict[str, int], groups: int) -> list[float]:

@@ -169,14 +169,15 @@ def random_states_of_processes(checkpoint: Path) -> int:
     return 0 if alone else len(list(checkpoint.glob("rng_state_*.pth")))
 
 
-def read_random_states(checkpoint: Path) -> dict[str, Any] | None:
-    """Return the contents of a checkpoint's :data:`RANDOM`: RNG states of ``python``, ``numpy``, ``cpu``,
-    devices, ...
+def read_random_states(checkpoint: Path, process: int | None = None) -> dict[str, Any] | None:
+    """Return the contents of a checkpoint's :data:`RANDOM`, or of the file of one of several processes: RNG states of
+    ``python``, ``numpy``, ``cpu``, devices, ...
     """
-    if not (checkpoint / RANDOM).exists():
+    path = checkpoint / (RANDOM if process is None else f"rng_state_{process}.pth")
+    if not path.exists():
         return None
     with _trainer.safe_globals():
-        return dict(torch.load(checkpoint / RANDOM, map_location="cpu", weights_only=True))
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
 
 
 def has_stock_loss(trainer: Any) -> bool:

@@ -38,8 +38,9 @@ from . import directories
 _INSIDE = ".incomplete"
 _COMPLETE = ".complete"
 _LIST = ".files"
+ADAPTER_CONFIG = "adapter_config.json"  # PEFT's file
 # without these files no library loads the directory
-_DOORS = ("config.json", "adapter_config.json")
+_DOORS = ("config.json", ADAPTER_CONFIG)
 _MOST_LINKS = 20_000  # making so many hard links takes about a second
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100

@@ -14,6 +14,7 @@ To add a form, add an entry to :data:`_FORMS`, or an :class:`AddedSource` in an 
 :mod:`.weight_files` looks for transformers' own plain files (safetensors, ``pytorch_model.bin``).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,6 @@ class Source:
     form: str  # the format, in words
     directory: Path  # the directory of the weight files
     reader: Callable[[Path], dict[str, TensorOnDisk]]  # opens the weights in the directory
-    file: Path | None = None  # the file, if one file holds both the weights and the model's config
 
     def describe(self) -> str:
         """Return a description of the source, in words."""
@@ -62,13 +62,20 @@ class Source:
         """
         return self
 
+
+@dataclass(frozen=True)
+class FileWithConfig(Source, ABC):
+    """Describe one file that holds both the weights and the model's config."""
+
+    file: Path
+
+    @abstractmethod
     def build_model(self) -> Any:
         """Return the full model that :attr:`file` describes, on the meta device."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write_small_files(self, model: Any, target: Path) -> None:
         """Write the contents of :attr:`file` other than weights: the config of the ``model``, and a tokenizer."""
-        raise NotImplementedError
 
 
 class AddedSource:
@@ -175,7 +182,7 @@ def open_weights(directory: Path) -> dict[str, TensorOnDisk]:
     if files := weight_files(directory):
         return open_tensors(files)
     source = find_source(directory)
-    return {} if source is None or source.file is not None else source.open()
+    return {} if source is None or isinstance(source, FileWithConfig) else source.open()
 
 
 def written_elsewhere(source: Path) -> str | None:

@@ -20,6 +20,7 @@ from ...errors import CheckpointError
 from .complete import FileSum
 from .directories import sync
 from .reader import NAMES, TensorOnDisk
+from .replace import ADAPTER_CONFIG
 
 Shaped = Tensor | TensorOnDisk  # used for its shape and dtype
 
@@ -57,7 +58,7 @@ _ORDER = (
     "U8",
     "BOOL",
 )
-REPLACED = (*STALE, "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+REPLACED = (*STALE, ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")
 """Patterns of earlier weight files, and of earlier adapters, which transformers would load on top of the weights."""
 
 

@@ -21,7 +21,7 @@ from ...checkpoint.stored_forms.scheme import OF_GGUF, method_of
 from ...distributed.files.dequantized import WordsInMemory
 from ...distributed.files.pieces import Piece, TensorInPieces
 from ...distributed.files.reader import TensorOnDisk
-from ...distributed.files.sources import AddedSource, Source
+from ...distributed.files.sources import AddedSource, FileWithConfig, Source
 from ...distributed.files.weight_files import weight_files
 from .gguf_file import SUFFIX, GgufFile, begins_like_one
 from .gguf_names import BY_SLICES, as_transformers
@@ -31,10 +31,8 @@ _NOT_OF_FILES = ("subfolder", "trust_remote_code")  # unlike other HUB_ARGUMENTS
 
 
 @dataclass(frozen=True)
-class GgufSource(Source):
+class GgufSource(FileWithConfig):
     """Describe a GGUF file."""
-
-    file: Path
 
     def describe(self) -> str:
         """Return a phrase that describes the file; raise :class:`CheckpointError` for a damaged file."""
@@ -61,7 +59,7 @@ class GgufSource(Source):
                 ", ".join(BY_SLICES),
             )
         tensors = weights_of_gguf(stock_class(model), self.file, model.config, model.dtype)
-        return Source(self.form, self.directory, lambda _: _in_memory(tensors), self.file)
+        return Source(self.form, self.directory, lambda _: _in_memory(tensors))
 
     def build_model(self) -> Any:
         """Return the full model of the file's config on the meta device."""

@@ -257,7 +257,8 @@ def guard_methods(peft_model: Any, whole: Any) -> None:
         for each in (peft_model, whole):
             peft.set_adapters(each, names, *args, **kwargs)
 
-    peft_model.base_model.set_adapter = set_adapter
+    if peft_model.base_model is not stock:  # as it is behind a prompt
+        peft_model.base_model.set_adapter = set_adapter
 
 
 def _refuse_parts(model: Any) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat.peft import COPIES, LORA_EMBEDDING_A, TOKEN_ROWS, delete_adapter
+from ..._compat.peft import COPIES, IN_FRONT, LORA_EMBEDDING_A, TOKEN_ROWS, delete_adapter
 from ..._compat.replaced import attribute_replaced
 from ..._compat.torch import own_buffers
 from ...distributed.files.sources import refuse_foreign
@@ -27,7 +27,7 @@ from ...distributed.ops.quantized_weights import encodings_of, shown_decoded
 from ...distributed.process_groups import add_ties
 from ...errors import ConfigError, PlanError
 from ...plan import AdapterParameter, Plan
-from ...train.runtime import Part, Runtime
+from ...train.runtime import Batch, Part, Runtime
 from ...train.runtime.parameter_names import owner_of, parameter_at, unwrapped
 from ...train.runtime.shards import LocalWeights, gather_full
 from ...train.runtime.writing import all_or_none
@@ -35,6 +35,13 @@ from .adapter_edges import install_adapter_edges
 from .adapter_structure import guard_methods, inject_alone, narrowed, quietly, targets_of
 from .merge_adapters import dequantized_share, put_back
 from .planned import type_beside, wrap_and_plan
+from .prompts import (
+    around_local,
+    first_prompt,
+    in_front,
+    install_prompts,
+    tokens_in_front,
+)
 from .several import directories_of, saved_directories
 from .shared_values import buffer_names, share_fixed, stored_buffers
 from .storage import (
@@ -46,6 +53,8 @@ from .storage import (
 )
 from .token_rows import first_rows, keep_first_rows, wrap_local
 from .whole_projections import shown_whole
+
+NOT_ADDED = "the adapter could not be added, and the model is as it was"
 
 
 @dataclass(eq=False)
@@ -80,6 +89,7 @@ class Adapters(Part):
         """Connect adapters over tensor ranks; installed after the edges of blocks."""
         runtime.adapters = self
         self.apart = install_adapter_edges(runtime)
+        install_prompts(runtime, self.peft_model)
 
     def plan_without(self, runtime: Runtime, live: Mapping[str, nn.Parameter]) -> Plan | None:
         """Return the plan without the adapters if PEFT's own functions have merged, unloaded or deleted them."""
@@ -119,6 +129,14 @@ class Adapters(Part):
         fixed = stored_buffers(self.whole, adapter)
         return keys | {key: f"buffers/{name}" for key, name in fixed.items()}
 
+    def in_front(self, runtime: Runtime, batch: Batch) -> Batch:
+        """Return a batch with the tokens of a prompt in front of its rows, if the model has one."""
+        return in_front(runtime.plan, self.peft_model, batch)
+
+    def tokens_in_front(self, runtime: Runtime) -> int:
+        """Return how many tokens a prompt puts in front of each row."""
+        return tokens_in_front(runtime.plan, self.peft_model)
+
     def buffer_names(self) -> dict[str, str]:
         """Map this rank's names of the wrappers' buffers to names that are equal on all ranks."""
         return buffer_names(self.whole, self.name)
@@ -147,31 +165,37 @@ def attach_adapters(
     already have other adapters, and the new adapter is inactive and frozen.
     """
     new = source is None
-    if new:
-        _refuse_loftq(config, mesh)
     stock_plan = plan if beside is None else beside.stock_plan
-    around = template if beside is None else copy.deepcopy(beside.whole)
-    whole, planned = wrap_and_plan(
-        around, config, stock_plan, new, fused, name, autocast, beside is not None
-    )
+    with all_or_none(mesh, NOT_ADDED):
+        if new:
+            _refuse_loftq(config, mesh)
+        around = template if beside is None else copy.deepcopy(beside.whole)
+        whole, planned = wrap_and_plan(
+            around, config, stock_plan, new, fused, name, autocast, beside is not None
+        )
     add_ties(mesh, planned.ties)
     added = [adapter for adapter in planned.adapters if adapter.adapter == name]
-    held = [adapter for adapter in added if plan.is_local(mesh.pp_rank, adapter.name)]
+    held = [adapter for adapter in added if planned.is_local(mesh.pp_rank, adapter.name)]
     loaded: dict[str, Tensor] = {}
     if source is not None:
         with all_or_none(mesh, f"{source} could not be loaded"):
             loaded = load_adapter(source, whole, name, planned, mesh)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
-        with shown_whole(model, planned, partial(plan.is_local, mesh.pp_rank)):
-            local = _around_local(model, config, name, held, beside)
-        local.base_model.peft_config[name] = whole.peft_config[name]
-        _give_local_shapes(model, planned, held, mesh, shares, autocast)
-        share_fixed(whole, local, name, mesh.device)
-        _place_buffers(model, mesh.device)
+        with all_or_none(mesh, NOT_ADDED):
+            with shown_whole(model, planned, partial(planned.is_local, mesh.pp_rank)):
+                local = _around_local(model, whole, config, name, held, beside)
+            local.peft_config[name] = whole.peft_config[name]
+            _give_local_shapes(model, planned, held, mesh, shares, autocast)
+            share_fixed(whole, local, name, mesh.device)
+            _place_buffers(model, mesh.device)
         read = partial(dequantized_share, model, planned)
         drawn = _NewAdapters(config, name, planned, mesh, shares, read)
-        made = drawn.values(whole.get_base_model(), added, seed)
+        if config.is_prompt_learning:
+            with _random_numbers(seed, mesh):
+                made = first_prompt(whole, name, planned, mesh, shares)
+        else:
+            made = drawn.values(whole.get_base_model(), added, seed)
         rows = first_rows(planned, mesh, shares)
         keep_first_rows(model, planned, mesh, rows)
         made |= {
@@ -221,12 +245,15 @@ def _keep(
 
 def _around_local(
     model: nn.Module,
+    whole: Any,
     config: Any,
     name: str,
     held: Sequence[AdapterParameter],
     beside: Adapters | None,
 ) -> Any:
     """Return PEFT's model around this rank's ``model``, with ``held``, the adapters of its modules."""
+    if config.is_prompt_learning:
+        return around_local(model, whole, name, held)
     here = narrowed(config, *targets_of(held))
     for option in ("init_lora_weights", "init_weights", "init_ia3_weights"):
         # Values are set later, because some values cannot be computed from shards of a weight.
@@ -275,16 +302,28 @@ def _give_local_shapes(
             )
         owner = adapter.tied_to or adapter.name
         if owner not in made:
-            module, attribute = owner_of(model, adapter.base)
-            encoding = encodings_of(module).get(attribute)
-            kept = shares[plan.by_name[adapter.base].tied_to or adapter.base]
-            base = kept.dtype if encoding is None else encoding.dtype
-            # PEFT leaves factors of quantized weights in 32 bits.
-            kind = type_beside(base, adapter.kept_in, autocast or encoding is not None)
+            kind = adapter.dtype
+            if adapter.kept_in not in IN_FRONT:
+                kind = _type_of(model, plan, adapter, shares, autocast)
             empty = torch.empty(shape, dtype=kind, device="meta")
             made[owner] = nn.Parameter(empty, requires_grad=old.requires_grad)
         holder, attribute = owner_of(model, adapter.name)
         setattr(holder, attribute, made[owner])
+
+
+def _type_of(
+    model: nn.Module,
+    plan: Plan,
+    adapter: AdapterParameter,
+    shares: Mapping[str, Tensor],
+    autocast: bool,
+) -> torch.dtype:
+    module, attribute = owner_of(model, adapter.base)
+    encoding = encodings_of(module).get(attribute)
+    kept = shares[plan.by_name[adapter.base].tied_to or adapter.base]
+    base = kept.dtype if encoding is None else encoding.dtype
+    # PEFT leaves factors beside quantized weights in 32 bits.
+    return type_beside(base, adapter.kept_in, autocast or encoding is not None)
 
 
 def _place_buffers(model: nn.Module, device: torch.device) -> None:
@@ -318,6 +357,7 @@ class _NewAdapters:
         """
         plan = self.plan
         mesh = self.mesh
+        failure: Exception | None = None
         here = plan.local_names(mesh.pp_rank)
         made: dict[str, Tensor] = {}
         by_module: dict[str, list[AdapterParameter]] = {}
@@ -334,16 +374,27 @@ class _NewAdapters:
             ):
                 module = copy.deepcopy(unwrapped(stock.get_submodule(path))).to_empty(device="cpu")
                 # If modules share a vector, the first module initializes it.
-                if any(adapter.name in here for adapter in by_module[path]):
-                    made |= self._of_module(module, path, by_module[path])
-                else:
-                    self._advance_random(module, path, by_module[path])
+                local = any(adapter.name in here for adapter in by_module[path])
+                weights = self._fill(module, path) if local and needs_weights(self.config) else {}
+                try:
+                    if local:
+                        made |= self._of_module(module, path, by_module[path], weights)
+                    else:
+                        self._advance_random(module, path, by_module[path])
+                except (ValueError, RuntimeError) as error:  # other ranks wait for further shards
+                    failure = failure or error
+        with all_or_none(mesh, NOT_ADDED):
+            if failure is not None:
+                raise failure
         return made
 
     def _of_module(
-        self, module: nn.Module, path: str, adapters: list[AdapterParameter]
+        self,
+        module: nn.Module,
+        path: str,
+        adapters: list[AdapterParameter],
+        weights: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
-        weights = self._fill(module, path) if needs_weights(self.config) else {}
         before = {key: getattr(module, key).detach().clone() for key in weights}
         values = inject_alone(self.config, self.name, module, path, adapters)
         full = {

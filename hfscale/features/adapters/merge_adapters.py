@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat.peft import BEFT_BIAS, COPIES, COPY, TOKEN_ROWS, wrapped
+from ..._compat.peft import BEFT_BIAS, COPIES, COPY, IN_FRONT, PROMPT_ENCODER, TOKEN_ROWS, wrapped
 from ..._compat.torch import own_modules, own_parameters
 from ..._compat.transformers.loading import forget_quantization
 from ...distributed.mesh import Mesh
@@ -41,6 +41,11 @@ def refuse_tied(adapters: Any, plan: Plan, kinds: Collection[str] | None = None)
         alike = {a.base for a in plan.adapters if adapter.name in (a.name, a.tied_to)}
         merged = kinds is None or adapter.kept_in in kinds
         bias = f"{adapter.base.rpartition('.')[0]}.bias"
+        if merged and adapter.kept_in in IN_FRONT:
+            raise ConfigError(
+                f"{adapter.name} must be of an adapter of weights to be merged, got a prompt, which stands in front of "
+                "a text: write it with hfscale.save_pretrained"
+            )
         if merged and adapter.kept_in == BEFT_BIAS and bias not in stock.by_name:
             raise ConfigError(
                 f"{adapter.name} must be merged into a bias, but {adapter.base} has no bias: save the adapter without "
@@ -220,6 +225,7 @@ def merge_wrapper(wrapper: Any, names: Sequence[str]) -> None:
 def put_back(model: nn.Module) -> None:
     """Replace PEFT's wrappers by the stock modules."""
     give_back_methods(model)
+    own_modules(model).pop(PROMPT_ENCODER, None)
     for module in list(model.modules()):
         for name, child in list(own_modules(module).items()):
             if child is not None and unwrapped(child) is not child:

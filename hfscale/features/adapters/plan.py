@@ -14,7 +14,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
-from ..._compat.peft import ADAPTER_DIMS, COPIES, IA3_SCALES, LORA_A, TOKEN_ROWS, UNILORA_VECTOR
+from ..._compat.peft import (
+    ADAPTER_DIMS,
+    COPIES,
+    IA3_SCALES,
+    IN_FRONT,
+    LORA_A,
+    PREFIX,
+    PROMPT_ENCODER,
+    TOKEN_ROWS,
+    UNILORA_VECTOR,
+)
 from ...plan import Plan
 from ...plan.cut import Cut
 from ...plan.modules import AdapterParameter
@@ -24,10 +34,37 @@ from ...plan.stages import StagePlan, Tie
 
 def plan_adapters(plan: Plan, adapters: Sequence[AdapterParameter]) -> Plan:
     """Return the plan with ``adapters``, of known kinds, whose parameters come last."""
-    stages = None if plan.stages is None else _with_ties(plan.stages, adapters)
+    stages = plan.stages
+    if stages is not None:
+        stages = _with_ties(with_encoder(stages, adapters), adapters)
     plan = replace(plan, stages=stages)
     planned = (_planned(plan, adapter) for adapter in adapters)
     return replace(plan, parameters=(*plan.parameters, *planned), adapters=tuple(adapters))
+
+
+def with_encoder(stages: StagePlan, adapters: Sequence[AdapterParameter]) -> StagePlan:
+    """Return the stages with the encoder on those that read it: the lookup's, or, of prefixes, all of them."""
+    if adapters[0].kept_in not in IN_FRONT:
+        return stages
+    readers = [stages.stage_of(adapters[0].base)]
+    if adapters[0].kept_in == PREFIX:
+        readers = [stage.index for stage in stages.stages]
+    held = tuple(
+        replace(stage, modules=(*stage.modules, PROMPT_ENCODER))
+        if stage.index in readers
+        else stage
+        for stage in stages.stages
+    )
+    ties = stages.ties
+    if len(readers) > 1:
+        ties = (*ties, *(Tie((adapter.name,), tuple(readers)) for adapter in adapters))
+    return replace(stages, stages=held, ties=ties)
+
+
+def prompt_of(plan: Plan) -> str | None:
+    """Return :data:`PROMPT` or :data:`PREFIX`, if a plan has one; ``None`` if not."""
+    kinds = {adapter.kept_in for adapter in plan.adapters}
+    return next((kind for kind in IN_FRONT if kind in kinds), None)
 
 
 def _with_ties(stages: StagePlan, adapters: Sequence[AdapterParameter]) -> StagePlan:
@@ -51,6 +88,9 @@ def _planned(plan: Plan, adapter: AdapterParameter) -> ParameterPlan:
     partial = base.partial
     if adapter.kept_in in COPIES:
         cuts = list(base.cuts)
+    elif adapter.kept_in in IN_FRONT:
+        cuts = data_cut(plan.layout)
+        partial = ("tp",) if adapter.kept_in == PREFIX and plan.layout.tp > 1 else ()
     else:
         spread = base.cut_over("ep")
         if spread is not None:
@@ -131,7 +171,8 @@ def describe_coverage(plan: Plan) -> str:
 
 def _coverage(plan: Plan) -> dict[str, tuple[int, int]]:
     """Count, by kind, the model's matrix parameters that have adapters, and all of its matrix parameters."""
-    adapted = {adapter.base for adapter in plan.adapters if not adapter.tokens}
+    front = plan.adapters if prompt_of(plan) is None else ()
+    adapted = {adapter.base for adapter in front if not adapter.tokens}
     by_rows = {a.base: prod(a.shape) for a in plan.adapters if a.tokens and a.tied_to is None}
     own = {adapter.name for adapter in plan.adapters}
     experts = tuple(f"{mixture.name}." for mixture in plan.mixtures)

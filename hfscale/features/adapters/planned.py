@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._compat.peft import COPIES, DORA_MAGNITUDES, LORA_A, ROTATIONS
+from ..._compat.peft import (
+    COPIES,
+    DORA_MAGNITUDES,
+    IN_FRONT,
+    LORA_A,
+    OF_WHOLE_PROJECTIONS,
+    ROTATIONS,
+)
 from ...errors import ConfigError
 from ...plan import AdapterParameter, ParameterPlan, Plan
 from ...plan.feature_plans import FusedAdaptersPlan, recomputed
@@ -17,9 +24,9 @@ from ...train.runtime.parameter_names import module_at
 from .adapter_structure import adapter_parameters, check_matches, target_names, wrap
 from .fused_lora import why_unfused
 from .plan import plan_adapters
+from .prompts import parameters_in_front
 from .several import refuse_beside
 from .storage import (
-    OF_WHOLE_PROJECTIONS,
     check_config,
     check_over_quantized,
     refuse_wrong,
@@ -38,7 +45,9 @@ def plan_with_adapters(
     """Return the plan with adapters, ``new`` or saved, in their final dtypes; ``template`` (on meta) is wrapped."""
     _, planned = wrap_and_plan(template, config, plan, new, fused)
     kinds = {
-        a.name: type_beside(planned.by_name[a.base].dtype, a.kept_in) for a in planned.adapters
+        a.name: type_beside(planned.by_name[a.base].dtype, a.kept_in)
+        for a in planned.adapters
+        if a.kept_in not in IN_FRONT
     }
     own = (replace(p, dtype=kinds.get(p.name, p.dtype)) for p in planned.parameters)
     return replace(planned, parameters=tuple(own))
@@ -52,6 +61,8 @@ def is_known(config: Any, plan: Plan) -> bool:
     """
     refuse_wrong(config, plan)
     _refuse_quantized_copies(config, plan)
+    if config.is_prompt_learning:
+        return False
     try:
         _check(config, plan)
     except ConfigError:
@@ -86,8 +97,11 @@ def wrap_and_plan(
             else ""
         )
         raise ConfigError(f"{error}{hint}") from error
-    adapters = adapter_parameters(whole, plan)
-    if new:  # saved configs may list names that this model lacks; for saved adapters, the tensors are checked instead
+    prompt = config.is_prompt_learning
+    adapters = (parameters_in_front if prompt else adapter_parameters)(whole, plan)
+    if (
+        new and not prompt
+    ):  # saved configs may list names that this model lacks; for saved adapters, the tensors are checked instead
         own = [adapter for adapter in adapters if adapter.adapter == name]
         check_matches(asked, config, plan, own)
     planned = plan_with(whole, adapters, plan, fused)
@@ -259,6 +273,8 @@ def _check_places(plan: Plan) -> None:
                 f"{plan.embedding}: hfscale does not support DoRA on an embedding that is sharded along the "
                 "vocabulary: leave it out of target_modules, or use tp_size=1"
             )
+        if adapter.kept_in in IN_FRONT:
+            continue
         if sum(plan.is_local(rank, adapter.name) for rank in range(plan.layout.pp)) > 1:
             path = adapter.base.rpartition(".")[0]
             raise ConfigError(

@@ -13,9 +13,11 @@ from typing import Any
 from torch import nn
 
 from ..._compat.peft_shared import fixed_values
+from ...distributed.files.replace import ADAPTER_CONFIG
 from ...errors import ConfigError
 from ...plan import Plan
 from ...train.runtime.parameter_names import parameter_at
+from .plan import prompt_of
 from .storage import DECOMPOSING
 
 
@@ -23,6 +25,11 @@ def refuse_beside(whole: Any, plan: Plan) -> None:
     """Raise :class:`ConfigError` for adapters that are supported over ranks only if the model has no other adapter."""
     layout = plan.layout.describe()
     remedy = "use a separate model for such an adapter, or use one process"
+    if prompt_of(plan) is not None:
+        raise ConfigError(
+            f"a model over {layout} must have one prompt and no other adapters, got {len(whole.peft_config)}: "
+            f"{remedy}"
+        )
     rows = next((adapter for adapter in plan.adapters if adapter.tokens), None)
     if rows is not None:
         raise ConfigError(
@@ -81,13 +88,18 @@ def directories_of(names: Sequence[str], target: Path) -> dict[str, Path]:
     return {name: directory_by_peft(name, target) for name in names}
 
 
+def config_in_state(place: str) -> str:
+    """Return the name of an adapter's config in a state, which has no directories; ``place``, where the adapter's
+    directory would be, is the empty string for a model's only one.
+    """
+    return f"{place}.{ADAPTER_CONFIG}" if place else ADAPTER_CONFIG
+
+
 def saved_directories(names: Sequence[str], active: str, source: Path) -> dict[str, Path]:
     """Return the directory from which each adapter is loaded: all adapters, if ``source`` contains all of them in
     PEFT's directories; otherwise only the active adapter, from ``source`` itself.
     """
     written = directories_of(names, source)
-    if len(names) > 1 and all(
-        (path / "adapter_config.json").is_file() for path in written.values()
-    ):
+    if len(names) > 1 and all((path / ADAPTER_CONFIG).is_file() for path in written.values()):
         return written
     return {active: source}

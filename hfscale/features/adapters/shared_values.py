@@ -15,6 +15,7 @@ from torch import nn
 from ..._compat.peft_shared import fixed_values, is_stored, shared_parameters
 from ..._compat.transformers.classes import input_embedding
 from ...errors import CheckpointError
+from .prompts import prompt_keys
 
 _PREFIX = "base_model.model."
 
@@ -25,6 +26,8 @@ def kept_by_peft(whole: Any, name: str, embeddings: Any) -> dict[str, Any]:
     """
     from peft import get_peft_model_state_dict
 
+    if whole.peft_config[name].is_prompt_learning:
+        return prompt_keys(whole, name)
     # PEFT selects and renames tensors by name alone, so pass an index as each tensor's value to recognize it.
     keys: list[str] = []
     kept: list[Any] = []

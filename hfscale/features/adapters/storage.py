@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..._compat.peft import COPY
+from ..._compat.peft import COPY, OF_WHOLE_PROJECTIONS
 from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.stored import AsStored
-from ...distributed.files.replace import finish_move
+from ...distributed.files.replace import ADAPTER_CONFIG, finish_move
 from ...distributed.mesh import Mesh
 from ...errors import CheckpointError, ConfigError
 from ...plan import Plan
@@ -33,26 +33,9 @@ from ...train.runtime.writing import (
     plainly,
     warn_of_not_finite,
 )
+from .prompts import is_computed, written_by_peft
 from .shared_values import fixed_holders, kept_by_peft, read_fixed
 
-OF_WHOLE_PROJECTIONS = (
-    "BOFT",
-    "C3A",
-    "DEFT",
-    "FOURIERFT",
-    "GRALORA",
-    "HRA",
-    "LOKR",
-    "MISS",
-    "OFT",
-    "PEANUT",
-    "PVERA",
-    "RANDLORA",
-    "UNILORA",
-    "VERA",
-    "WAVEFT",
-)
-"""Methods whose wrappers compute a full projection on every tensor rank: see ``whole_projections``."""
 _METHODS = (
     "LORA",
     "IA3",
@@ -63,6 +46,9 @@ _METHODS = (
     "LN_TUNING",
     "TRAINABLE_TOKENS",
     *OF_WHOLE_PROJECTIONS,
+    "PROMPT_TUNING",
+    "P_TUNING",
+    "PREFIX_TUNING",
 )
 _WHY_REFUSED = {
     "its initial values come from a decomposition, or the largest entries, of full weights": (
@@ -79,15 +65,12 @@ _WHY_REFUSED = {
     ),
     "its files hold more than its trained parameters": ("DELORA", "GLORA", "SHIRA"),
     "it runs a second model in addition to the layers": ("SHADOW",),
-    "it adds virtual tokens, or keys and values, before the text, which a plan cannot contain": (
-        "ADAPTION_PROMPT",
-        "CARTRIDGE",
-        "CPT",
+    "its loss needs the full logits, which a training step does not compute": ("CPT",),
+    "its prompts are those of the tasks of a batch's rows, which no batch over ranks names": (
         "MULTITASK_PROMPT_TUNING",
-        "P_TUNING",
-        "PREFIX_TUNING",
-        "PROMPT_TUNING",
     ),
+    "it puts attention of its own beside that of layers, which no plan has": ("ADAPTION_PROMPT",),
+    "its keys and values start from those of a text, of which ranks hold parts": ("CARTRIDGE",),
 }
 # Methods that compute with a weight's own values, or were not tested over quantized weights.
 _OF_PLAIN_WEIGHTS = ("LOHA", "HIRA", "ROAD", "BEFT", *OF_WHOLE_PROJECTIONS)
@@ -161,9 +144,9 @@ def read_config(source: Any) -> tuple[Any, str | None]:
         )
     path = str(source)
     finish_move(path)
-    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "adapter_config.json")):
+    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, ADAPTER_CONFIG)):
         raise ConfigError(
-            f"peft_config={path!r} has no adapter_config.json: give the directory of a saved adapter"
+            f"peft_config={path!r} has no {ADAPTER_CONFIG}: give the directory of a saved adapter"
         )
     if not os.path.isdir(path) and (path.count("/") > 1 or path.startswith((".", "/", "~"))):
         raise ConfigError(
@@ -239,6 +222,8 @@ def check_config(config: Any) -> None:
             f"peft_type {method} is not supported over ranks: {reason}. Use {', '.join(_METHODS)} (LORA includes DoRA, "
             "rsLoRA, PiSSA and OLoRA), or one process"
         )
+    if (asked := _why_no_prompt(config)) is not None:
+        raise ConfigError(f"{type(config).__name__}({asked}, or use one process")
     if method == "TRAINABLE_TOKENS" and not config.init_weights:
         raise ConfigError(
             "TrainableTokensConfig(init_weights=...) must be True, got False, which draws rows at random: leave it out"
@@ -262,6 +247,17 @@ def check_config(config: Any) -> None:
             raise ConfigError(
                 f"LoraConfig({name}=...) is not supported over ranks: {reason}. Leave it out, or use one process"
             )
+
+
+def _why_no_prompt(config: Any) -> str | None:
+    """Return the option of a prompt's config that is not known to be right over ranks, and what to do about it."""
+    if not config.is_prompt_learning:
+        return None
+    if str(getattr(config, "encoder_reparameterization_type", "")).endswith("LSTM"):
+        return "encoder_reparameterization_type='LSTM') draws its own dropout: use 'MLP'"
+    if str(getattr(config.task_type, "value", config.task_type)) != "CAUSAL_LM":
+        return f"task_type={config.task_type!r}) must be 'CAUSAL_LM' over ranks: use LoRA"
+    return None
 
 
 def check_over_quantized(config: Any, quantized: QuantizedPlan, batch_world: int) -> None:
@@ -348,6 +344,11 @@ def load_adapter(
     """Return this rank's shards of a saved adapter, and set its fixed values in ``whole``; raise
     :class:`CheckpointError` if names or shapes differ.
     """
+    if is_computed(whole, name):
+        raise CheckpointError(
+            f"{path} must hold what computes a prompt, for it to be trained, got the prompt alone, which is all that "
+            "PEFT writes: load a state of the run (hfscale.load_state), or load the prompt with PEFT to compute with it"
+        )
     stored = _read_weights(path)
     for key in read_fixed(whole, name, stored, path):
         del stored[key]
@@ -456,6 +457,7 @@ def save_adapter(
             runtime, whole, name, attempt=staging.attempt, embeddings=files.embeddings
         )
         tensors = {key: tensor.clone() for key, tensor in arriving}
+        tensors = written_by_peft(whole.peft_config[name], tensors)
         if is_writer(runtime.mesh) and staging.failure is None:
             if files.safetensors:
                 save_file(tensors, staging.path / WEIGHTS, metadata={"format": "pt"})

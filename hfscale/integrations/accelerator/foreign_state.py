@@ -3,7 +3,8 @@
 model.safetensors, pytorch_model.bin     or pytorch_model_fsdp_0/     the model's weights
 optimizer.bin                            or optimizer_0/              moments and groups
 scheduler.bin, scheduler_1.bin                                        schedules
-random_states_0.pkl, sampler.bin                                      streams of its processes: not read
+random_states_0.pkl                                                   streams, if each process had one of our batches
+sampler.bin                                                           the order of data: not read
 """
 
 import logging
@@ -11,21 +12,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import load
 from torch import nn
 
 from ...checkpoint.foreign_optimizer import load_optimizer, read_state_dict
 from ...checkpoint.load_weights import load_weights
+from ...checkpoint.random_states import place_among, restore_random_states, states_of_process
 from ...distributed.files.sources import has_weights
 from ...errors import CheckpointError
-from ...train.runtime import runtime_of
+from ...train.runtime import Runtime, runtime_of
 from ...train.runtime.writing import all_or_none
 
 _log = logging.getLogger(__name__)
+_STREAMS = "random_states"
 
 
 def is_accelerates(directory: Path) -> bool:
     """Return whether Accelerate's ``save_state`` wrote a directory."""
-    return any(directory.glob("random_states_*.pkl")) and has_weights(directory)
+    return any(directory.glob(f"{_STREAMS}_*.pkl")) and has_weights(directory)
 
 
 def load_accelerates(
@@ -44,12 +48,33 @@ def load_accelerates(
         for number, scheduler in enumerate(schedulers):
             name = f"scheduler_{number}.bin" if number else "scheduler.bin"
             scheduler.load_state_dict(_read(directory / name))
+        drawn = _restore_streams(runtime, directory)
     if runtime.mesh.rank == 0:
         _log.warning(
-            "%s was written by Accelerate: weights, optimizer and schedules continue from it, but random streams and "
-            "the order of the data start anew, so skip the batches that were seen (skip_first_batches)",
+            "%s was written by Accelerate: weights, optimizer%s and schedules continue from it, but %sthe order of the "
+            "data starts anew, so skip the batches that were seen (skip_first_batches)",
             directory,
+            ", random streams" if drawn else "",
+            "" if drawn else "random streams and ",
         )
+
+
+def _restore_streams(runtime: Runtime, directory: Path) -> bool:
+    """Restore the random streams of the process that had this rank's batches; return whether each batch had one."""
+    mesh = runtime.mesh
+    if len(list(directory.glob(f"{_STREAMS}_*.pkl"))) != mesh.batch_world:
+        return False
+    # Accelerate's own reads by its list of allowed types.
+    written = load(directory / f"{_STREAMS}_{mesh.batch_rank}.pkl", map_location="cpu")
+    given = (written["random_state"], written["numpy_random_seed"], written["torch_manual_seed"])
+    devices = written.get("torch_cuda_manual_seed") or [None]
+    states = states_of_process(*given, devices[mesh.batch_rank % len(devices)])
+    restore_random_states(mesh, states, place_among(mesh, of_batches=True))
+    if runtime.streams is not None:
+        runtime.streams.agreed = (
+            True  # or the first step would draw others for all but the first batch
+        )
+    return True
 
 
 def _read(path: Path) -> Any:

@@ -102,7 +102,11 @@ class FusedHead:
     ) -> Any:
         """Return scores in TRL's form, without the last position, which predicts no token."""
         shifted = kwargs.get("shift_labels")
-        wanted: Tensor = kwargs["labels"][:, 1:] if shifted is None else shifted
+        wanted: Tensor = kwargs["labels"] if shifted is None else shifted
+        if shifted is None:
+            # Scores are of a prompt's tokens, too, which nobody labels.
+            front = scores.log_probs.shape[1] - wanted.shape[1]
+            wanted = nn.functional.pad(wanted, (front, 0), value=-100)[:, 1:]
         scored = {
             name: getattr(scores, name)[:, : wanted.shape[1]]
             for name in _FIELDS

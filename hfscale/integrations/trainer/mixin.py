@@ -140,7 +140,7 @@ class TrainerMixin(Checkpoints, DataHooks):
             check_optimizers([self.optimizer], [self.runtime])
         agree_anew(self)
         self._seams.follow_casts()
-        self._streams = TrainerRandomStreams(self.runtime.mesh)
+        self._streams = TrainerRandomStreams(self.runtime)
         self._streams.follow(self.callback_handler)
         self.check_loss()
 

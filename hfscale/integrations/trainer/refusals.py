@@ -39,7 +39,8 @@ _REFUSED = {
     "deepspeed": _SHARDS,
     "parallelism_config": "would shard the model a second time: give the layout to hfscale.from_pretrained(parallel=)",
     "auto_find_batch_size": "restarts only the rank that ran out of memory: set per_device_train_batch_size",
-    "neftune_noise_alpha": "draws noise that would differ between ranks with the same batch: leave it out",
+    "neftune_noise_alpha": "adds noise that each rank draws by itself, so ranks with one batch would not "
+    "share it, and ranks with other batches would draw other noise than one process: leave it out",
     "fp16_full_eval": "casts weights that are sharded: leave it out",
     "bf16_full_eval": "casts weights that are sharded: leave it out",
     "eval_use_gather_object": "gathers over all processes, even processes that share a batch: leave it out",

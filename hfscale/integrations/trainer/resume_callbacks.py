@@ -23,8 +23,14 @@ from transformers.trainer_callback import CallbackHandler
 
 from ..._compat.torch_device import device_module, is_accelerator
 from ..._compat.transformers.trainer import RANDOM, random_states_of_processes, read_random_states
-from ...checkpoint.random_states import random_states, restore_random_states
+from ...checkpoint.random_states import (
+    place_among,
+    random_states,
+    restore_random_states,
+    states_of_process,
+)
 from ...distributed.mesh import Mesh
+from ...train.runtime import Runtime
 from ...train.runtime.writing import is_writer
 
 _log = logging.getLogger(__name__)
@@ -35,8 +41,9 @@ class TrainerRandomStreams:
     latter.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._mesh = runtime.mesh
         self._began: dict[str, Any] | None = None
         self._before: dict[str, Any] | None = (
             None  # RNG states at the beginning of the checkpoint's epoch
@@ -58,13 +65,16 @@ class TrainerRandomStreams:
         already restored. Warn if the checkpoint's steps had another number of ``rows``.
         """
         mesh = self._mesh
-        states = read_random_states(checkpoint)
-        if (processes := random_states_of_processes(checkpoint)) and not own and is_writer(mesh):
+        processes = random_states_of_processes(checkpoint)
+        of_batches = processes > 0 and processes == mesh.batch_world
+        states = read_random_states(checkpoint, mesh.batch_rank if of_batches else None)
+        if processes and states is None and not own and is_writer(mesh):
             _log.warning(
-                "%s has RNG states of %d processes, which are ignored: dropout masks will differ from those of the "
-                "earlier run",
+                "%s has RNG states of %d processes, and %d batches are distinct here, so the states are ignored: "
+                "dropout masks will differ from those of the earlier run",
                 checkpoint,
                 processes,
+                mesh.batch_world,
             )
         self._goes_on = True
         self._before = None
@@ -73,10 +83,7 @@ class TrainerRandomStreams:
             self._left_off = random_states(mesh)
         elif states is not None:
             now = random_states(mesh)
-            place = (mesh.data_rank, mesh.pp_rank)
-            restore_random_states(
-                mesh, _read(states), f"{place[0]}, stage {place[1]}" if any(place) else ""
-            )
+            restore_random_states(mesh, _read(states), place_among(mesh, of_batches))
             self._left_off = random_states(mesh)
             restore_random_states(mesh, now)
         if states is not None and states.get("began") is not None:
@@ -91,8 +98,13 @@ class TrainerRandomStreams:
 
     def put_back(self) -> None:
         """Restore the checkpoint's RNG states."""
-        if self._left_off is not None:
-            restore_random_states(self._mesh, self._left_off)
+        if self._left_off is None:
+            return
+        restore_random_states(self._mesh, self._left_off)
+        if self._runtime.streams is not None:
+            self._runtime.streams.agreed = (
+                True  # or the first step would draw others for all but the first batch
+            )
 
     def follow(self, handler: CallbackHandler) -> None:
         """Run this object's hook at the beginning of each epoch, after all callbacks, without appearing in the user's
@@ -131,15 +143,9 @@ def _stock_random_states(mesh: Mesh | None) -> dict[str, Any]:
 
 def _read(written: dict[str, Any]) -> dict[str, Any]:
     """Return RNG states in the form of :func:`restore_random_states`."""
-    name, keys, *rest = written["numpy"]
-    numpy = (
-        name,
-        torch.as_tensor(np.asarray(keys, dtype=np.int64)),
-        *rest,
-    )
-    states = {"torch": written["cpu"], "python": written["python"], "numpy": numpy}
     device = written.get("cuda")
-    return {**states, "device": device} if isinstance(device, torch.Tensor) else states
+    given = device if isinstance(device, torch.Tensor) else None
+    return states_of_process(written["python"], written["numpy"], written["cpu"], given)
 
 
 class StatesAside(TrainerCallback):

@@ -10,8 +10,9 @@ step and the messages between ranks are packed into one tensor, which the CPU re
 
 import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ _PLAIN = {
     "num_items_in_batch",
 }
 _PLAIN |= {*LENGTHS, ROUTES}
+_PREPARED: ContextVar[bool] = ContextVar("prepared_pass", default=False)
 
 
 class Counts(NamedTuple):
@@ -86,9 +88,15 @@ class Microbatch(dict[str, Any]):
             else None
         )
 
-    def kept_apart(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def kept_apart(self) -> Iterator[None]:
         """Let transformers' masks separate the documents of the rows inside the ``with`` block, which runs one pass."""
-        return packing(self.packed, self)
+        token = _PREPARED.set(True)
+        try:
+            with packing(self.packed, self):
+                yield
+        finally:
+            _PREPARED.reset(token)
 
     def learn(self, counts: Counts) -> None:
         """Store the facts that :func:`agree` returned for this microbatch."""
@@ -101,6 +109,11 @@ class Microbatch(dict[str, Any]):
         other = Microbatch(values)
         vars(other).update(vars(self))
         return other
+
+
+def in_prepared_pass() -> bool:
+    """Return whether the model is called for a microbatch of a step, and not by a loop of the user's."""
+    return _PREPARED.get()
 
 
 def look_at(

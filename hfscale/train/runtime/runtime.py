@@ -285,6 +285,14 @@ class AdapterAxis(Protocol):
         """Return this rank's shards of a saved adapter."""
         ...
 
+    def in_front(self, runtime: "Runtime", batch: Batch) -> Batch:
+        """Return a batch with the tokens of a prompt in front of its rows, if the model has one."""
+        ...
+
+    def tokens_in_front(self, runtime: "Runtime") -> int:
+        """Return how many tokens a prompt puts in front of each row."""
+        ...
+
 
 class RandomAxis(Protocol):
     """Synchronize random streams of ranks that share a batch: they draw equal numbers, or different numbers where the

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoHaConfig, LoraConfig, PeftModel, PrefixTuningConfig, VBLoRAConfig, get_peft_model
+from peft import (
+    AdaptionPromptConfig,
+    LoHaConfig,
+    LoraConfig,
+    PeftModel,
+    VBLoRAConfig,
+    get_peft_model,
+)
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
@@ -229,7 +236,7 @@ def _refusals(start: str) -> list[str]:
     words = []
     for config in (
         VBLoRAConfig(target_modules=["q_proj"]),
-        PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=4, adapter_layers=1),
         _lora(layer_replication=[(0, 2), (1, 2)]),
         _lora(alora_invocation_tokens=[3]),
         _lora(init_lora_weights="eva"),
@@ -248,7 +255,7 @@ def _refusals(start: str) -> list[str]:
 def test_what_cannot_be_sharded_is_refused_over_ranks(pools: Pools, start: str) -> None:
     expected = [
         "peft_type VBLORA",
-        "PREFIX_TUNING",
+        "it puts attention of its own beside",
         "it runs layers several times",
         "PEFT's model counts where it computes",
         "init_lora_weights='eva'",

@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import peft
 import pytest
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import hfscale
 from hfscale import ConfigError, ParallelConfig
 from hfscale.checkpoint.load_weights import load_weights
+from hfscale.checkpoint.state_format import StateIndex
 from hfscale.cli import main
 from hfscale.models.precision import keep_float64
 from hfscale.testing import RankPool
@@ -315,7 +317,9 @@ def _resumed(start: str, directory: str, sizes: list[dict[str, Any]]) -> list[fl
     return told
 
 
-def test_a_state_has_all_adapters_in_any_layout(pools: Pools, start: str, tmp_path: Path) -> None:
+def test_a_state_has_all_adapters_in_any_layout(
+    pools: Pools, start: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     sizes = [{"tp_size": 2}, {"dp_shard_size": 2}]
     told = pools(2).run(_resumed, start, str(tmp_path / "state"), sizes)[0]
     assert told[2:] == pytest.approx(told[:2], rel=1e-6)
@@ -326,6 +330,18 @@ def test_a_state_has_all_adapters_in_any_layout(pools: Pools, start: str, tmp_pa
         model = tmp_path / "state-adapters" / place
         for file in ("adapter_config.json", "adapter_model.safetensors"):
             assert (mine / file).read_bytes() == (model / file).read_bytes()
+    assert "of its active adapter alone" not in caplog.text
+    read = StateIndex.read
+
+    def of_earlier_versions(directory: Path) -> StateIndex:
+        index = read(directory)
+        index.stored = {key: name for key, name in index.stored.items() if "/" not in key}
+        return index
+
+    with patch.object(StateIndex, "read", of_earlier_versions):
+        assert main(["convert", str(tmp_path / "state"), str(tmp_path / "alone")]) == 0
+    assert "of its active adapter alone" in caplog.text
+    assert not (tmp_path / "alone" / "b").exists()
 
 
 def _read_again(start: str, out: str, first: str) -> list[float]:

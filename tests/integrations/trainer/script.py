@@ -153,9 +153,11 @@ def build(case: Case, path: str, layout: dict[str, Any] | None) -> Any:
     )
 
 
-def run(case: Case, path: str, out: str, layout: dict[str, Any] | None) -> dict[str, Any]:
-    """Train; stock where there is no layout."""
-    world = 1 if layout is None else ParallelConfig(**layout).batch_world
+def run(
+    case: Case, path: str, out: str, layout: dict[str, Any] | None, processes: int = 1
+) -> dict[str, Any]:
+    """Train; stock where there is no layout, in so many ``processes``."""
+    world = processes if layout is None else ParallelConfig(**layout).batch_world
     model = build(case, path, layout)
     calls = Calls()
     stock: Any = transformers.Trainer if layout is None else hfscale.Trainer

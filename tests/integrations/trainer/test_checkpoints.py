@@ -119,7 +119,7 @@ def test_runs_go_on_from_shards_of_others(
 def test_masks_go_on_from_stocks_in_one_process(
     start: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Those of several processes do not, and a line says so."""
+    """Those of more processes than there are batches do not, and a line says so."""
     case = replace(CASE, dropout=0.1)
     whole = run(case, start, str(tmp_path / "stock"), None)
     checkpoint = tmp_path / "stock" / "checkpoint-2"
@@ -131,7 +131,20 @@ def test_masks_go_on_from_stocks_in_one_process(
         shutil.copyfile(checkpoint / "rng_state.pth", checkpoint / f"rng_state_{process}.pth")
     (checkpoint / "rng_state.pth").unlink()
     run(resumed, start, str(tmp_path / "again"), {})
-    assert "RNG states of 2 processes, which are ignored" in caplog.text
+    assert "RNG states of 2 processes, and 1 batches are distinct here" in caplog.text
+
+
+@pytest.mark.parametrize("layout", [{"dp_replicate_size": 2}, DP2])
+def test_masks_go_on_from_stocks_in_two_processes(
+    pools: Pools, start: str, tmp_path: Path, layout: Layout
+) -> None:
+    # In an epoch without an end, where stock code counts the examples that fill up the last step.
+    case = replace(CASE, dropout=0.1, rows=48, arguments={**CASE.arguments, "max_steps": 4})
+    whole = pools(2).run(run, case, start, str(tmp_path / "stock"), None, 2)
+    resumed = replace(case, resume=str(tmp_path / "stock" / "checkpoint-2"))
+    found = pools(2).run(run, resumed, start, str(tmp_path / "ours"), layout)
+    for ours, theirs in zip(found, whole, strict=True):
+        assert_equal(without_summary(ours), without_summary(theirs), layout)
 
 
 def test_averages_of_rows_and_columns_are_cut(pools: Pools, start: str, tmp_path: Path) -> None:

@@ -1,0 +1,305 @@
+"""Prompts over ranks: tokens in front of every row (prompt tuning, Lester et al. 2021; p-tuning, Liu et al. 2021), and
+keys and values in front of those of every layer (prefix tuning, Li and Liang 2021).
+
+PEFT computes a prompt of ``k`` tokens in a small encoder, beside the model that it puts the prompt in front of. Over
+ranks the encoder is a child of the model, under the name that it has in PEFT's, and whole on every rank that reads it::
+
+    tokens    ids [b, s] -> ids [b, k + s], v to v + k - 1 in front --each rank's tokens--> lookup, or the prompt's rows
+    prefixes  encoder -> [b, k, layers, 2, heads, d] --heads of this rank, layers of this stage--> cache
+
+Ids from ``v``, the size of the vocabulary, stand for a prompt's tokens, so a batch is as long as its hidden states, and
+is cut like any other. The rows are added where embeddings are whole, so every tensor rank has a prompt's whole
+gradient. Of prefixes each rank has the gradient of its own heads, and each stage that of its layers: they are summed.
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..._compat.peft import PREFIX, PROMPT, PROMPT_ENCODER, is_prefix
+from ..._compat.replaced import attribute_replaced
+from ..._compat.torch import own_modules
+from ..._compat.transformers.classes import class_name
+from ...distributed.mesh import Mesh
+from ...errors import ConfigError
+from ...plan import AdapterParameter, Plan
+from ...plan.cut import Cut
+from ...plan.feature_plans import recomputed
+from ...train.runtime import Batch, Runtime
+from ...train.runtime.batches import in_prepared_pass
+from ...train.runtime.shards import gather_full
+from .adapter_structure import quietly
+from .plan import prompt_of
+
+_COUNTED = ("position_ids", "token_type_ids")
+_IGNORED = -100
+
+
+def parameters_in_front(whole: Any, plan: Plan) -> list[AdapterParameter]:
+    """Return the parameters of the encoders of PEFT's model ``whole``; raise :class:`ConfigError` where no rank can
+    put a prompt in front.
+    """
+    layout = plan.layout
+    name = whole.active_adapter
+    config = whole.peft_config[name]
+    kept_in = PREFIX if is_prefix(config) else PROMPT
+    asked = f"{type(config).__name__} over {layout.describe()}"
+    if plan.lookup is None or plan.head is None or plan.loss is None or plan.no_step:
+        raise ConfigError(
+            f"{asked} must be in front of a causal language model's tokens, got "
+            f"{class_name(whole.get_base_model())}: use LoRA, or one process"
+        )
+    if kept_in == PREFIX and layout.cp > 1:
+        raise ConfigError(
+            f"{asked} must be read by every token of a sequence, and each context rank's attention reads keys by their "
+            "places in it, which a prefix has none of: use PromptTuningConfig, or cp_size=1"
+        )
+    again = recomputed(plan)
+    if kept_in == PREFIX and (again.layers or again.modules):
+        raise ConfigError(
+            f"{asked} must be read once in each pass, and recomputation puts keys behind it again: leave recompute out"
+        )
+    return [
+        AdapterParameter(
+            name=f"{PROMPT_ENCODER}.{path}",
+            shape=tuple(parameter.shape),
+            dtype=parameter.dtype,
+            base=f"{plan.lookup}.weight",
+            kept_in=kept_in,
+            adapter=name,
+        )
+        for path, parameter in whole.prompt_encoder.named_parameters()
+    ]
+
+
+def around_local(model: nn.Module, whole: Any, name: str, held: Sequence[AdapterParameter]) -> Any:
+    """Return PEFT's model around a rank's ``model``, which gets the encoder as a child where it holds one."""
+    config = copy.copy(whole.peft_config[name])
+    # Values come later, and a rank may have no row of what they are drawn from.
+    if hasattr(config, "prompt_tuning_init"):
+        config.prompt_tuning_init = "RANDOM"
+    local = quietly(model, config, name)
+    if held:
+        setattr(model, PROMPT_ENCODER, local.prompt_encoder)
+    else:
+        local.prompt_encoder = nn.ModuleDict()
+    return local
+
+
+def first_prompt(
+    whole: Any, name: str, plan: Plan, mesh: Mesh, shares: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return this rank's shards of a new encoder, drawn by PEFT, by name; collective over the ranks that hold the
+    lookup.
+    """
+    config = whole.peft_config[name]
+    given: list[Any] = [config]
+    if hasattr(config, "prompt_tuning_init"):
+        base = plan.by_name[f"{plan.lookup}.weight"]
+        # Of a stage without it, the rows that are drawn are another's.
+        tokens, width = base.shape
+        table = nn.Embedding(tokens, width, device="meta")
+        starts_as_rows = config.prompt_tuning_init != "RANDOM"
+        if starts_as_rows and plan.is_local(mesh.pp_rank, base.name):
+            share = shares[base.tied_to or base.name].contiguous()
+            rows = gather_full(share, base.shape, base.cuts, mesh).cpu()
+            table = nn.Embedding.from_pretrained(rows)
+        given.append(table)
+    drawn = _encoder_class(config)(*given)
+    values = {f"{PROMPT_ENCODER}.{name}.{path}": value for path, value in drawn.named_parameters()}
+    return {
+        key: plan.by_name[key].take(value.detach(), mesh.ranks).clone().to(mesh.device)
+        for key, value in values.items()
+        if plan.is_local(mesh.pp_rank, key)
+    }
+
+
+def is_computed(whole: Any, name: str) -> bool:
+    """Return whether an encoder computes its prompt, which is all that PEFT writes, and which does not tell how."""
+    return (
+        PROMPT_ENCODER in own_modules(whole) and len(list(_encoder(whole, name).parameters())) > 1
+    )
+
+
+def _encoder(whole: Any, name: str) -> nn.Module:
+    encoder: nn.Module = whole.prompt_encoder[name]
+    return encoder
+
+
+def prompt_keys(whole: Any, name: str) -> dict[str, str]:
+    """Map keys of a saved prompt to names in the plan; of one that is computed, the names to themselves."""
+    paths = [path for path, _ in _encoder(whole, name).named_parameters()]
+    names = [f"{PROMPT_ENCODER}.{name}.{path}" for path in paths]
+    return dict(
+        zip(names if is_computed(whole, name) else ["prompt_embeddings"], names, strict=True)
+    )
+
+
+def written_by_peft(config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what PEFT writes of an encoder with the full ``tensors``, by their names in a plan: if it computes its
+    prompt, that prompt; everything else as it is.
+    """
+    prefix = f"{PROMPT_ENCODER}."
+    if not any(key.startswith(prefix) for key in tensors):
+        return dict(tensors)
+    encoder = _encoder_class(config)(_to_train(config))
+    own = {key.removeprefix(prefix).partition(".")[2]: held for key, held in tensors.items()}
+    encoder.to(next(iter(own.values())).dtype).load_state_dict(own)
+    with torch.no_grad():
+        return {"prompt_embeddings": encoder(torch.arange(config.num_virtual_tokens)).contiguous()}
+
+
+def _to_train(config: Any) -> Any:
+    """Return the config of an encoder that computes its prompt, as files' configs are not."""
+    made = copy.copy(config)
+    made.inference_mode = False
+    return made
+
+
+def _encoder_class(config: Any) -> Any:
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+
+    return PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
+
+
+def tokens_in_front(plan: Plan, peft_model: Any) -> int:
+    """Return how many tokens a model puts in front of each row."""
+    return int(peft_model.active_peft_config.num_virtual_tokens) if prompt_of(plan) == PROMPT else 0
+
+
+def in_front(plan: Plan, peft_model: Any, batch: Batch) -> Batch:
+    """Return a batch with its prompt's ids in front of every row, which no label and no mask leaves out.
+
+    Raises:
+        ConfigError: it has other than ids, or what counts its tokens.
+    """
+    kind = prompt_of(plan)
+    # PEFT's ``disable_adapter()`` switches prompts off for a while.
+    if kind is None or not peft_model.has_active_enabled_adapter:
+        return batch
+    ids = batch.get("input_ids")
+    mask = batch.get("attention_mask")
+    strange = [name for name in _COUNTED if batch.get(name) is not None]
+    strange += ["shift_labels"] if batch.get("shift_labels") is not None else []
+    strange += ["attention_mask [b, heads, s, s]"] if mask is not None and mask.ndim != 2 else []
+    if ids is None or strange:
+        raise ConfigError(
+            "a batch behind a prompt must have input_ids, labels and attention_mask [b, s], got "
+            f"{', '.join(strange or batch)}: leave others out, and do not pack documents into rows"
+        )
+    if kind == PREFIX or plan.lookup_shape is None:
+        return batch
+    count = tokens_in_front(plan, peft_model)
+    known = plan.lookup_shape[0]
+    virtual = torch.arange(known, known + count, device=ids.device, dtype=ids.dtype)
+    # Tokens outside of the vocabulary stay outside.
+    shown = torch.where(ids >= known, ids + count, ids)
+    longer = {**batch, "input_ids": torch.cat((virtual.expand(len(ids), count), shown), 1)}
+    for name, filler in (("labels", _IGNORED), ("attention_mask", 1)):
+        if (given := batch.get(name)) is not None:
+            longer[name] = F.pad(given, (count, 0), value=filler)
+    return longer
+
+
+def install_prompts(runtime: Runtime, peft_model: Any) -> None:
+    """Let the model compute behind its prompt, and PEFT's model around it call it as it is."""
+    model = runtime.model
+    plan = runtime.plan
+    kind = prompt_of(plan)
+    if kind is None:
+        return
+    forward = model.forward
+    names = list(inspect.signature(forward).parameters)
+    put = _prefix(runtime, peft_model) if kind == PREFIX else _tokens(runtime, peft_model)
+
+    @functools.wraps(forward)
+    def behind(*args: Any, **kwargs: Any) -> Any:
+        given: Batch = {**dict(zip(names, args, strict=False)), **kwargs}
+        if not peft_model.has_active_enabled_adapter:
+            return forward(**given)
+        if not in_prepared_pass():
+            given = in_front(plan, peft_model, given)
+        return forward(**put(dict(given)))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConfigError(
+            f"generate behind a prompt must run in one process, got {plan.layout.describe()}: save the prompt "
+            "(hfscale.save_pretrained), and load it with PEFT"
+        )
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    @contextmanager
+    def disable_adapter() -> Iterator[None]:
+        with type(peft_model).disable_adapter(peft_model):
+            peft_model.forward = call  # PEFT's would call the model past its hooks
+            yield
+
+    model.forward = behind
+    model.generate = refuse
+    peft_model.forward = call
+    peft_model.disable_adapter = disable_adapter
+
+
+def _tokens(runtime: Runtime, peft_model: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return what looks up the ids of a pass: rows of the prompt among those of the lookup."""
+    shape = runtime.plan.lookup_shape
+    assert shape is not None
+    known = shape[0]
+
+    def embedded(given: dict[str, Any]) -> dict[str, Any]:
+        ids = given.pop("input_ids")
+        virtual = ids >= known
+        found = runtime.model.get_input_embeddings()(ids.masked_fill(virtual, 0))
+        if len(peft_model.prompt_encoder):  # a stage with the lookup
+            rows = peft_model.get_prompt(batch_size=1)[0].to(found.dtype)
+            own = F.embedding((ids - known).clamp(min=0), rows)
+            found = torch.where(virtual[..., None], own, found)
+        return {**given, "inputs_embeds": found}
+
+    return embedded
+
+
+def _prefix(runtime: Runtime, peft_model: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return what puts keys and values of this rank's heads in front of those of a pass."""
+    plan = runtime.plan
+    config = peft_model.active_peft_config
+    heads = int(config.num_attention_heads)
+    width = int(config.token_dim) // heads
+    shared = max((block.replicas for block in plan.blocks), default=1)
+    cut = Cut("tp", 0, plan.layout.tp, replicas=(shared,))
+    start, stop = cut.spans(heads, runtime.mesh.tp_rank)[0]
+    encoder = peft_model.prompt_encoder[peft_model.active_adapter]
+    encode = encoder.forward
+
+    def of_own_heads(tokens: Tensor) -> Tensor:
+        every = encode(tokens)
+        return every.unflatten(-1, (-1, heads, width))[..., start:stop, :].flatten(-3)
+
+    def behind(given: dict[str, Any]) -> dict[str, Any]:
+        modules = runtime.model.modules()
+        if any(getattr(module, "gradient_checkpointing", False) for module in modules):
+            raise ConfigError(
+                "gradient checkpointing must be off behind a prefix, whose keys it would be put behind again: leave "
+                "it out"
+            )
+        rows = len(given["input_ids"])
+        with ExitStack() as stack:
+            stack.enter_context(attribute_replaced(encoder, "forward", of_own_heads))
+            stack.enter_context(attribute_replaced(config, "num_attention_heads", stop - start))
+            stack.enter_context(attribute_replaced(config, "token_dim", (stop - start) * width))
+            given["past_key_values"] = peft_model.get_prompt(rows)
+        if given.get("attention_mask") is not None:
+            count = int(config.num_virtual_tokens)
+            given["attention_mask"] = F.pad(given["attention_mask"], (count, 0), value=1)
+        return given
+
+    return behind
