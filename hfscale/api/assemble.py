@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .._compat.torch import allow_recompiles, undo_compile
+from .._compat.torch_compiler import repeating_backend
 from ..checkpoint import save_pretrained
 from ..config.options import Options
 from ..distributed.mesh import Mesh
@@ -41,6 +42,7 @@ from ..parallel.tensor.plan import plan_own_loss, plan_tensor, plan_vocabulary
 from ..parallel.tensor.sequence.plan import plan_sequence
 from ..plan import Plan
 from ..plan.drafting.draft import Draft
+from ..plan.feature_plans import recomputed
 from ..train.guards.part import SharedBatch, StockCode
 from ..train.packed_rows.guard import PackedRows
 from ..train.runtime import Part, Runtime, local_tensor
@@ -134,7 +136,8 @@ def compile_layers(runtime: Runtime, asked: bool | str) -> None:
     """Compile each layer of this rank by itself, as :attr:`Options.compile` asks, or undo it.
 
     Of a layer with a mixture, the modules beside the mixture are compiled. ``"auto"`` compiles where torch's compiler
-    makes Triton kernels for the rank's device.
+    makes Triton kernels for the rank's device. Beside fused adapters, and under ``recompute="elementwise"``, compiled
+    layers keep of a pass what products and attention return, and little else.
     """
     backend = asked
     if asked is True or (asked == "auto" and is_fused(runtime.mesh.device)):
@@ -145,8 +148,10 @@ def compile_layers(runtime: Runtime, asked: bool | str) -> None:
         return
     runtime.compiled = backend
     allow_recompiles()
+    repeats = recomputed(runtime.plan).elementwise or runtime.part(FusedAdapters) is not None
+    made = repeating_backend(backend) if repeats and backend else backend
     for module in _modules_to_compile(runtime):
-        module.compile(backend=backend) if backend else undo_compile(module)
+        module.compile(backend=made) if made else undo_compile(module)
 
 
 def _modules_to_compile(runtime: Runtime) -> Iterator[nn.Module]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..._compat.torch import gradients_asked, version_of
 from .shared_casts import autocast_dtype, autocasted, autocasted_weight
-from .thin_products import add_from_thin, from_thin, thin_gradient, to_thin
+from .thin_products import add_from_thin, from_thin, thin_gradient, to_thin, with_from_thin
 
 
 class Term:
@@ -142,7 +142,7 @@ def _added(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | 
     thin = to_thin(x.reshape(-1, x.shape[-1]), a.t(), ctx.scale)
     ctx.save_for_backward(x, thin, a, b)
     if torch.compiler.is_compiling():
-        y = (y + thin.mm(b.t()).view_as(y)).to(y.dtype)
+        y = with_from_thin(y.reshape(-1, y.shape[-1]), thin, b.t()).view_as(y)
     else:
         ctx.mark_dirty(y)
         add_from_thin(y.view(-1, y.shape[-1]), thin, b.t())

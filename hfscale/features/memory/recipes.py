@@ -15,6 +15,9 @@ from ..._compat.torch_device import fork_random_state
 from ...parallel.tensor.random import default_generator
 
 
+_SMALL = 64
+
+
 class Layout(NamedTuple):
     """The place of a tensor within its memory."""
 
@@ -59,6 +62,8 @@ class Filled:
         self.kept: Callable[[], Tensor] | None = None
         self.rewritten = False  # whether the same memory was kept with another content before
         self.saved = 0  # saved tensors that are views of it and have not been read
+        # the bytes of the largest memory on the way to it
+        self.widest: int = max(storage.nbytes(), 0 if operator is None else operator.widest)
         self.waiting = 0  # saved tensors for which it may be read and that have not been
         self.value: Tensor | None = None
         self._size, self._storage = storage.nbytes(), StorageWeakRef(storage)
@@ -87,6 +92,10 @@ class Filled:
             if not self._overwritten and living_storage(self._storage) is not None
             else inf
         )
+
+    def is_small(self) -> bool:
+        """Return whether keeping it takes next to nothing beside what is read to have it again, as a norm's scales."""
+        return self.own_cost() * _SMALL <= self.widest
 
     def cost(self, known: dict["Filled", float]) -> float:
         """Return the fewest bytes that must be kept besides those that are, to have it again."""
@@ -150,6 +159,7 @@ class Operator:
         self.inputs: list[Filled] = [leaf.filled for leaf in reads if leaf.filled is not None]
         self.inputs += [into] if isinstance(into, Filled) else []
         repeated = (leaf.operator for leaf in self.inputs if leaf.kept is None)
+        self.widest: int = max((each.widest for each in self.inputs), default=0)
         # In a row.
         self.steps: int = 1 + max((leaf.steps for leaf in repeated if leaf is not None), default=0)
         self._results: list[weakref.ref[Filled] | None] = []
