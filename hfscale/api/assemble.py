@@ -28,6 +28,7 @@ from ..features.precision.plan import plan_precision
 from ..features.prediction.part import MultiTokenPrediction
 from ..features.prediction.plan import plan_prediction
 from ..features.quantization.part import Quantization
+from ..features.quantization.repeated_linears import RepeatedLinears
 from ..features.towers.plan import plan_towers
 from ..parallel.context import ContextParallel
 from ..parallel.context.plan import plan_context
@@ -84,6 +85,7 @@ def parts_of(adapters: Adapters | None) -> tuple[Part, ...]:
     """
     return (
         LossScaling(),
+        RepeatedLinears(),
         LigerKernels(),
         ParameterCasts(),
         Float8(),

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ..._compat.torch import gradients_asked
+from ..._compat.torch import gradients_asked, is_checkpointed
 from ..._compat.torch_device import capability_of, is_accelerator
 from .collectives import apply_mapping
 
@@ -172,8 +172,14 @@ def frozen_linear(
         Tensor,
     ],
     read: Read,
+    by_values: bool = False,
 ) -> Tensor:
-    """Return ``product(x, bias)``, of the weight ``[out, in]`` that ``read`` returns in a dtype for its gradient."""
+    """Return ``product(x, bias)``, of the weight ``[out, in]`` that ``read`` returns in a dtype for its gradient.
+
+    ``by_values``: the product is that with what is read, which a checkpoint then makes again for both.
+    """
+    if by_values and is_checkpointed() and not torch.compiler.is_compiling():
+        return F.linear(x, read(x.dtype), bias)
     return _FrozenLinear.apply(x, bias, product, read)
 
 
