@@ -1,4 +1,4 @@
-"""Count what compiled layers launch and move: nodes of the graphs that torch's partitioner makes, without a code generator.
+"""Count what compiled layers launch and move: nodes of the graphs that torch's partitioner makes.
 
 A compiler makes kernels of what is no product, attention or dequantization; those are called as they are. Fused groups
 are found as a scheduler may make them: operators that are connected, with no such call between them, each as late as
@@ -40,7 +40,7 @@ class GraphCounts:
         """Begin again."""
         self.launches = Counter[str]()
         self.bytes = Counter[str]()
-        self.wide_copies = 0  # none is told apart
+        self.wide_copies = self.dequantized = 0  # not told apart
 
     def backend(self) -> Any:
         """Return a backend for ``torch.compile`` that counts each graph as it runs, and interprets it."""
@@ -95,7 +95,9 @@ def _levels(nodes: list[Node], kinds: dict[Node, str | None]) -> dict[Node, int]
     """Return for each node after how many calls it runs: as late as its readers allow, if it can be fused."""
     levels: dict[Node, int] = {}
     for node in nodes:
-        before = [levels[each] + bool(kinds[each]) for each in node.all_input_nodes if each in kinds]
+        before = [
+            levels[each] + bool(kinds[each]) for each in node.all_input_nodes if each in kinds
+        ]
         levels[node] = max(before, default=0)
     for node in reversed(nodes):
         readers = [levels[each] for each in node.users if each in kinds]

@@ -6,8 +6,8 @@ Per layer: the difference of models of four and of two layers, halved. Widths ar
 bfloat16 with factors in float32, as PEFT makes them. Operators that are no views stand for kernels, and their inputs
 and outputs for the bytes that kernels move; hfscale's own operators (``hfscale::``) count as one each. Kept are
 storages that autograd saves, without parameters, and the inputs of layers that are recomputed. Nothing is timed.
-``pieces`` are the products of GPUs, emulated, with what is one kernel there counted as one. Of compiled layers the nodes
-of their graphs are counted, and fused groups of them as one launch each (:mod:`_graph_counts`).
+``pieces`` are the products of GPUs, emulated, with what is one kernel there counted as one. Of compiled layers the
+nodes of their graphs are counted, and fused groups of them as one launch each (:mod:`_graph_counts`).
 """
 
 import argparse
@@ -22,9 +22,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from _graph_counts import FUSED, GraphCounts
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from _graph_counts import FUSED, GraphCounts
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 import hfscale
@@ -56,6 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 TARGETS = {"mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 SIDES: dict[str, frozenset[str]] = {  # how each differs from its library's plain loop
     "stock": frozenset(),
+    "stock, no adapters": frozenset({"bare"}),
     "stock, autocast": frozenset({"autocast"}),
     "stock, checkpointed": frozenset({"checkpointed"}),
     "stock, compiled": frozenset({"compiled"}),
@@ -69,7 +70,16 @@ SIDES: dict[str, frozenset[str]] = {  # how each differs from its library's plai
 }
 KERNELS = ("in_three", "_paired", "_scaled_sum", "wide_product", "_add_wide")
 PRODUCTS = ("mm", "addmm", "bmm", "gemm_4bit")
-FREE = ("_unsafe_view", "detach", "empty", "new_empty", "empty_like", "empty_strided", "lift", "set_")
+FREE = (
+    "_unsafe_view",
+    "detach",
+    "empty",
+    "new_empty",
+    "empty_like",
+    "empty_strided",
+    "lift",
+    "set_",
+)
 UNFUSED = ("sort", "topk", "index_put", "_index_put", "scatter", "scatter_add", "nonzero", "histc")
 KINDS = (
     "base products",
@@ -94,6 +104,7 @@ class Counting(TorchDispatchMode):
         """Begin again."""
         self.launches = Counter[str]()
         self.bytes = Counter[str]()
+        self.dequantized = 0  # weights in 4 bits, within products too
         self.wide_copies = 0  # casts of activations to float32
         self._whole = False  # while an operation runs that has been counted as one
 
@@ -107,6 +118,7 @@ class Counting(TorchDispatchMode):
         kind = _kind(str(func), name, tensors)
         self.launches[kind] += 1
         self.bytes[kind] += sum(each.numel() * each.element_size() for each in tensors)
+        self.dequantized += name in ("dequantize_4bit", "gemm_4bit")
         if name == "_to_copy" and out.dtype == torch.float32 and TOKENS in out.shape:
             self.wide_copies += 1
         return out
@@ -135,7 +147,9 @@ def _kind(full: str, name: str, tensors: list[Tensor]) -> str:
         return KINDS[1]
     if any(each in name for each in PRODUCTS):
         # Packed weights in 4 bits are as thin as factors.
-        thin = "gemm_4bit" not in name and any(min(each.shape) <= 6 * RANK for each in tensors if each.ndim == 2)
+        thin = "gemm_4bit" not in name and any(
+            min(each.shape) <= 6 * RANK for each in tensors if each.ndim == 2
+        )
         return KINDS[1] if thin else KINDS[0]
     if "attention" in name:
         return KINDS[2]
@@ -199,6 +213,9 @@ def built(side: str, recipe: str, family: str, directory: str) -> Any:
         if "checkpointed" in how:
             enable_checkpointing(base)
             base.enable_input_require_grads()
+        if "bare" in how:
+            base.requires_grad_(False).enable_input_require_grads()
+            return base.train()
         return get_peft_model(base, adapter).train()
     again = {"elementwise": "elementwise", "checkpointed": "full"}
     memory = hfscale.MemoryConfig(recompute=next((again[each] for each in how & {*again}), "none"))
@@ -269,6 +286,7 @@ def counted(side: str, recipe: str, family: str, layers: int) -> dict[str, float
     found = {f"{kind} launched": float(counts.launches[kind]) for kind in KINDS}
     found |= {f"{kind} bytes a token": counts.bytes[kind] / TOKENS for kind in KINDS}
     found["launches"] = float(sum(counts.launches.values()))
+    found["dequantizations"] = float(counts.dequantized)
     found["float32 copies"] = float(counts.wide_copies)
     # Both are weights' in part, which many tokens share.
     found["bytes a token beside base products"] = (
@@ -288,33 +306,44 @@ def per_layer(side: str, recipe: str, family: str) -> dict[str, float]:
     return {name: (many[name] - few[name]) / (DEPTHS[1] - DEPTHS[0]) for name in many}
 
 
-SHOWN = ("launches", "bytes a token beside base products", "kept bytes a token", "float32 copies")
+SHOWN = (
+    "launches",
+    "bytes a token beside base products",
+    "kept bytes a token",
+    "float32 copies",
+    "dequantizations",
+)
 
 
 def main() -> None:
-    """Count every side, print ratios to stock, and write all counts."""
+    """Count every side, print ratios to stock, and write all counts, beside those of sides that were not asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--recipe", choices=("lora", "qlora"), action="append")
     parser.add_argument("--family", choices=tuple(FAMILIES), action="append")
-    parser.add_argument("--side", choices=tuple(SIDES)[1:], action="append")
+    parser.add_argument("--side", choices=tuple(SIDES), action="append")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
+    if arguments.out and arguments.out.exists():
+        results = json.loads(arguments.out.read_text())
     for recipe in arguments.recipe or ("lora", "qlora"):
         for family in arguments.family or FAMILIES:
-            stock = per_layer("stock", recipe, family)
-            results[f"{recipe} {family}"] = {"stock": stock}
-            for side in arguments.side or tuple(SIDES)[1:]:
-                found = per_layer(side, recipe, family)
-                results[f"{recipe} {family}"][side] = found
-                ratios = ", ".join(
-                    f"{name} {found[name] / stock[name]:.2f} ({found[name]:,.0f})"
-                    for name in SHOWN
-                    if stock[name]
-                )
-                print(f"{recipe}, {family}, {side}: {ratios}", flush=True)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+            sides = results.setdefault(f"{recipe} {family}", {})
+            for side in arguments.side or SIDES:
+                sides[side] = per_layer(side, recipe, family)
+                if "stock" in sides:
+                    print(f"{recipe}, {family}, {side}: {ratios(sides[side], sides['stock'])}")
+                if arguments.out:
+                    arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def ratios(found: dict[str, float], stock: dict[str, float]) -> str:
+    """Return counts and their ratios to stock's, in words."""
+    return ", ".join(
+        f"{name} {found[name] / stock[name]:.2f} ({found[name]:,.0f})"
+        for name in SHOWN
+        if stock[name]
+    )
 
 
 if __name__ == "__main__":

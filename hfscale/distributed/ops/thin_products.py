@@ -103,7 +103,7 @@ def splits(wide: Tensor, factor: Tensor) -> bool:
 
 
 def splits_for(dtype: torch.dtype, factor: Tensor) -> bool:
-    """Return whether float32 factors are split into pieces for activations in ``dtype``, on the device of ``factor``."""
+    """Return whether float32 factors are split for activations in ``dtype``, on the device of ``factor``."""
     types = dtype, factor.dtype
     return widens_products(factor.device) and types == (torch.bfloat16, torch.float32)
 

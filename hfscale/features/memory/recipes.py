@@ -14,7 +14,6 @@ from ..._compat.torch import living_storage, tree_leaves, tree_map, without_auto
 from ..._compat.torch_device import fork_random_state
 from ...parallel.tensor.random import default_generator
 
-
 _SMALL = 64
 
 

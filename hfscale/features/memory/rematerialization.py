@@ -11,8 +11,8 @@ Saved-tensor hooks decide about each tensor that autograd saves, by the operator
 that an elementwise operator, a norm, softmax, a copy or dropout has filled has a recipe: that operator and its inputs.
 What anything else has filled (products, attention, exchanges between ranks) has to be kept. Of the ways to have a saved
 tensor again the one that keeps fewest bytes is taken: its own, or what is missing of its inputs (as a cut of the graph,
-Chen et al. 2016; torch.compile's partitioner does the same inside of compiled code). A norm's scales, a number a row, are
-kept all the same.
+Chen et al. 2016; torch.compile's partitioner does the same inside of compiled code). A norm's scales, a number a row,
+are kept all the same.
 
 Nothing else runs twice: no product, no exchange, no hook, none of the model's Python. What is kept goes through the
 saved-tensor hooks around the layer, if any, so it can be offloaded, compressed or counted.

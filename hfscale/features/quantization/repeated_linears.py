@@ -38,7 +38,7 @@ class RepeatedLinears(Part):
 
         for module in runtime.model.modules():
             if type(module) is bitsandbytes.nn.Linear4bit and "forward" not in vars(module):
-                module.forward = MethodType(_forward, module)
+                vars(module)["forward"] = MethodType(_forward, module)
 
 
 def _forward(module: Any, x: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def _forward(module: Any, x: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or not is_checkpointed():
         return _stock(module, x)
     weight = own_parameters(module)["weight"]
-    state = getattr(weight, "quant_state", None)
+    state: Any = getattr(weight, "quant_state", None)
     computed_in = module.compute_dtype or x.dtype
     same = is_stock_parameter(weight) and state is not None and state.dtype == computed_in
     is_set = module.compute_type_is_set

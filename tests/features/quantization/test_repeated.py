@@ -62,7 +62,9 @@ def passes(
             with Dequantizations() as seen:
                 found.append(hfscale.train_step(model, {"input_ids": ids, "labels": ids}))
             found += [
-                local_tensor(x.grad) for _, x in runtime_of(model).parameters() if x.grad is not None
+                local_tensor(x.grad)
+                for _, x in runtime_of(model).parameters()
+                if x.grad is not None
             ]
             optimizer.step()
     return found, seen.count
