@@ -22,6 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from _gpu_model import modelled
 from _graph_counts import FUSED, GraphCounts
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
@@ -59,6 +60,7 @@ SIDES: dict[str, frozenset[str]] = {  # how each differs from its library's plai
     "stock, no adapters": frozenset({"bare"}),
     "stock, autocast": frozenset({"autocast"}),
     "stock, checkpointed": frozenset({"checkpointed"}),
+    "stock, TRL": frozenset({"autocast", "checkpointed"}),
     "stock, compiled": frozenset({"compiled"}),
     "hfscale": frozenset(),
     "hfscale, pieces": frozenset({"pieces"}),
@@ -333,6 +335,8 @@ def main() -> None:
                 sides[side] = per_layer(side, recipe, family)
                 if "stock" in sides:
                     print(f"{recipe}, {family}, {side}: {ratios(sides[side], sides['stock'])}")
+                if family == "llama":
+                    sides["model"] = modelled(recipe, sides)
                 if arguments.out:
                     arguments.out.write_text(json.dumps(results, indent=1) + "\n")
 

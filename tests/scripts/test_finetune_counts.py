@@ -1,7 +1,6 @@
 """What a layer of a LoRA or QLoRA step launches, moves and keeps, over stock HF and PEFT, counted in one run."""
 
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,14 @@ MOST: dict[str, dict[str, float]] = {
 
 
 @pytest.fixture(scope="module")
-def per_layer() -> Iterator[Any]:
+def per_layer() -> Any:
     """The script's function, which counts each side once."""
     sys.path.insert(0, str(BENCH))
     try:
         from finetune_counts import per_layer
     finally:
         sys.path.remove(str(BENCH))
-    yield cache(per_layer)
+    return cache(per_layer)
 
 
 @pytest.mark.filterwarnings("ignore")  # of stock code, about its own defaults

@@ -76,7 +76,7 @@ class Factors:
 
 def add_low_rank(y: Tensor, x: Tensor, factors: Factors, term: Term | None) -> Tensor:
     """Return ``y + scale (x a^T b^T + bias)`` of ``x [..., in]``, written into ``y [..., out]``, which is contiguous
-    and held by nothing else.
+    and held by nothing else; both are of two dims in compiled code, which writes nowhere.
 
     Products are in the type of the factors, or in autocast's. With a ``term`` the gradient of ``x`` goes there.
     """
@@ -142,7 +142,7 @@ def _added(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | 
     thin = to_thin(x.reshape(-1, x.shape[-1]), a.t(), ctx.scale)
     ctx.save_for_backward(x, thin, a, b)
     if torch.compiler.is_compiling():
-        y = with_from_thin(y.reshape(-1, y.shape[-1]), thin, b.t()).view_as(y)
+        y = with_from_thin(y, thin, b.t())
     else:
         ctx.mark_dirty(y)
         add_from_thin(y.view(-1, y.shape[-1]), thin, b.t())
