@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run what a GPU has to show, one step after the other, and write each result as it comes.
 #
-#   bash scripts/gpu_evidence.sh OUT [PART ...]     PART: versions tests speed; all of them by default
+#   bash scripts/gpu_evidence.sh OUT [PART ...]     PART: versions tests speed LoRA QLoRA; the first three by default
 #
 # OUT/steps.jsonl gets one line a step: its name, exit status and seconds. Beside it are each step's output (NAME.log) and
 # the tests' reports (NAME.xml), whose skips are listed in the log. Files of tests run beside each other, and the ranks that
@@ -61,10 +61,15 @@ print('CUDA', torch.version.cuda, *(torch.cuda.get_device_properties(i) for i in
     speed)
         step one_gpu 150 "$PYTHON" scripts/bench/one_gpu.py --out "$OUT/one_gpu.json"
         [ -n "$tiny" ] || step experts 150 "$PYTHON" scripts/bench/experts.py --gpu --out "$OUT/experts_gpu.json"
-        step finetune_gpu 240 "$PYTHON" scripts/bench/finetune_gpu.py ${tiny:+--tiny} --recipes LoRA --out "$OUT/finetune_gpu.json"
+        step finetune_gpu 240 "$PYTHON" scripts/bench/finetune_gpu.py ${tiny:+--tiny} --recipes LoRA --seconds 180 \
+            --sides 'stock, plain' hfscale --out "$OUT/finetune_gpu.json"
+        ;;
+    LoRA | QLoRA) # every side over three baselines and three sizes of batch, as long as one command may take
+        step "finetune_gpu_$part" "$DEADLINE" "$PYTHON" scripts/bench/finetune_gpu.py ${tiny:+--tiny} --recipes "$part" \
+            --seconds $((DEADLINE - 90)) --directory "$OUT" --out "$OUT/finetune_gpu_$part.json"
         ;;
     *)
-        echo "PART must be versions, tests or speed, got $part" >&2
+        echo "PART must be versions, tests, speed, LoRA or QLoRA, got $part" >&2
         exit 2
         ;;
     esac

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from .lasting import leave_out_of_log
 from .torch import own_parameters
+from .torch_device import ACCELERATOR
 
+_MOST_FUSED_ROWS = 1536  # bitsandbytes 0.50 multiplies more rows by cuBLAS; on ROCm, more than 256
 _PARAMETERS = ("Params4bit", "Int8Params")
 
 
@@ -39,6 +41,16 @@ def misreads_rows(width: int) -> bool:
     values = functional().dequantize_4bit(stored, state)
     state.shape = torch.Size((1, 64 * width))
     return not torch.equal(values, functional().dequantize_4bit(stored, state).view_as(values))
+
+
+def multiplies_values(x: Tensor) -> bool:
+    """Return whether a product of ``x [..., in]`` with a weight in 4 bits is that with its dequantized values, to the
+    last bit: by ``dequantize_4bit`` and torch's own product.
+    """
+    if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
+        return True  # before 0.50
+    rows = x.numel() // max(1, x.shape[-1])
+    return x.device.type == "cpu" or (x.device.type == ACCELERATOR and rows > _MOST_FUSED_ROWS)
 
 
 def optimizers() -> Any:

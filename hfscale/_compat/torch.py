@@ -221,6 +221,12 @@ def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tenso
     return hooks  # type: ignore[no-any-return]
 
 
+def is_checkpointed() -> bool:
+    """Return whether torch's ``checkpoint`` runs or repeats a forward pass: what it saves is not kept in between."""
+    hooks = saved_tensor_hooks()
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
 @contextmanager
 def without_autocast() -> Iterator[None]:
     """Switch autocast off in the ``with`` block, on the CPU and on the accelerator."""

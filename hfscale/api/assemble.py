@@ -25,7 +25,7 @@ from ..features.precision.plan import (
     scales_loss,
 )
 from ..features.prediction.plan import plan_prediction, predicts_ahead
-from ..features.quantization.plan import holds_quantized
+from ..features.quantization.plan import holds_4_bits, holds_quantized
 from ..features.towers.plan import plan_towers
 from ..parallel.context.plan import cuts_sequences, plan_context
 from ..parallel.data.plan import has_data_ranks, has_one_batch, plan_data
@@ -35,6 +35,7 @@ from ..parallel.tensor.plan import plan_own_loss, plan_tensor, plan_vocabulary
 from ..parallel.tensor.sequence.plan import plan_sequence
 from ..plan import Plan
 from ..plan.drafting.draft import Draft, Planned
+from ..plan.feature_plans import recomputed
 from ..train.guards.part import StockCode
 from ..train.runtime import Part, Runtime, local_tensor
 from ..train.runtime.parameter_names import put_parameter
@@ -81,6 +82,7 @@ def _has_adapters(model: Planned) -> bool:
 _ADAPTERS = "hfscale.features.adapters.attach:Adapters"
 PARTS: dict[str, Callable[[Planned], bool]] = {
     "hfscale.features.precision.part:LossScaling": scales_loss,
+    "hfscale.features.quantization.repeated_linears:RepeatedLinears": holds_4_bits,
     "hfscale.features.precision.liger_kernels:LigerKernels": replaces_kernels,
     "hfscale.features.precision.part:ParameterCasts": copies_parameters,
     "hfscale.features.fp8.part:Float8": multiplies_in_8_bits,
@@ -153,7 +155,8 @@ def compile_layers(runtime: Runtime, asked: bool | str) -> None:
     """Compile each layer of this rank separately, according to :attr:`Options.compile`, or undo the compilation.
 
     In a mixture-of-experts layer, only the modules outside of the mixture are compiled. ``"auto"`` compiles where
-    torch's compiler makes Triton kernels for the rank's device.
+    torch's compiler makes Triton kernels for the rank's device. With fused adapters, and under
+    ``recompute="elementwise"``, compiled layers save little more than the results of products and attention.
     """
     backend = asked
     if asked is True or (asked == "auto" and is_fused(runtime.mesh.device)):
@@ -164,8 +167,20 @@ def compile_layers(runtime: Runtime, asked: bool | str) -> None:
         return
     runtime.compiled = backend
     allow_recompiles()
+    made = _backend(runtime, backend) if backend else None
     for module in _modules_to_compile(runtime):
-        module.compile(backend=backend) if backend else undo_compile(module)
+        module.compile(backend=made) if made else undo_compile(module)
+
+
+def _backend(runtime: Runtime, name: str | bool) -> Any:
+    """Return the backend ``name``, which also recomputes elementwise operators if that is planned or adapters are
+    fused.
+    """
+    from .._compat.torch_compiler import repeating_backend
+    from ..features.adapters.fused_lora import FusedAdapters
+
+    repeats = recomputed(runtime.plan).elementwise or runtime.part(FusedAdapters) is not None
+    return repeating_backend(name) if repeats else name
 
 
 def _modules_to_compile(runtime: Runtime) -> Iterator[nn.Module]:

@@ -120,3 +120,19 @@ def test_a_package_is_recommended_in_known_words() -> None:
     assert "logger = logging.getLogger(__name__)" in source
     assert "`pip install kernels`" in source
     assert ops.logger is logging.getLogger("bitsandbytes.backends.cpu.ops")
+
+
+def test_a_product_on_a_cpu_is_that_with_values() -> None:
+    """``matmul_4bit`` of float32 and bfloat16 rows is torch's product with what ``dequantize_4bit`` returns."""
+    import bitsandbytes
+
+    for dtype in (torch.float32, torch.bfloat16):
+        for double in (False, True):
+            weight = torch.randn(48, 64, dtype=dtype)
+            stored, state = bitsandbytes.functional.quantize_4bit(
+                weight, blocksize=64, quant_type="nf4", compress_statistics=double
+            )
+            x = torch.randn(7, 64, dtype=dtype, requires_grad=True)
+            values = bitsandbytes.functional.dequantize_4bit(stored, state)
+            found = bitsandbytes.matmul_4bit(x, stored, quant_state=state)
+            assert torch.equal(found, torch.nn.functional.linear(x, values))

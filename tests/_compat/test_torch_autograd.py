@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .relied_on import relying
 
@@ -104,6 +105,21 @@ def test_the_innermost_saved_tensor_hooks_are_told() -> None:
         torch.autograd.graph.saved_tensors_hooks(pack, unpack),
     ):
         assert top(True) == (pack, unpack)
+
+
+@relies_on("torch._C._autograd._top_saved_tensors_default_hooks")
+def test_a_checkpoint_is_told_by_its_saved_tensor_hooks() -> None:
+    """While ``checkpoint`` runs a function, and runs it again, the innermost hooks are of its module; not else."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks
+    seen = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(top(True)[0].__module__)
+        return x.tanh()
+
+    checkpoint(function, weight(), use_reentrant=False).sum().backward()
+    assert seen == ["torch.utils.checkpoint"] * 2
+    assert top(True) is None
 
 
 @relies_on(

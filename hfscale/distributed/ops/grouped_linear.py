@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ..._compat.torch import gradients_asked
+from ..._compat.torch import gradients_asked, is_checkpointed
 from ..._compat.torch_device import capability_of, is_accelerator
 from .collectives import apply_mapping
 
@@ -185,11 +185,16 @@ def frozen_linear(
         Tensor,
     ],
     read: Read,
+    by_values: bool = False,
 ) -> Tensor:
     """Return ``product(x, bias)``, the product with a frozen weight ``[out, in]``.
 
-    The backward pass calls ``read`` with a dtype to get the weight again.
+    The backward pass calls ``read`` with a dtype to get the weight again. With ``by_values``, ``product`` equals the
+    product with the result of ``read``; in a checkpointed layer, autograd then saves that result, so that the repeated
+    forward pass and the backward pass share it.
     """
+    if by_values and is_checkpointed() and not torch.compiler.is_compiling():
+        return F.linear(x, read(x.dtype), bias)
     return _FrozenLinear.apply(x, bias, product, read)
 
 

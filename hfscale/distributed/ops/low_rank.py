@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..._compat.torch import gradients_asked, version_of
 from .shared_casts import autocast_dtype, autocasted, autocasted_weight
-from .thin_products import add_from_thin, from_thin, thin_gradient, to_thin
+from .thin_products import add_from_thin, from_thin, thin_gradient, to_thin, with_from_thin
 
 
 class Term:
@@ -80,7 +80,8 @@ class Factors:
 
 
 def add_low_rank(y: Tensor, x: Tensor, factors: Factors, term: Term | None) -> Tensor:
-    """Return ``y + scale (x a^T b^T + bias)`` for ``x [..., in]``, written into ``y [..., out]``.
+    """Return ``y + scale (x a^T b^T + bias)`` for ``x [..., in]``, written into ``y [..., out]``; in compiled code both
+    have two dims, and the result is new memory.
 
     ``y`` must be contiguous, and no other code may hold a reference to it. Products are computed in the dtype of the
     factors or, under autocast, in the autocast dtype. With a ``term``, the gradient of ``x`` is stored in the term
@@ -148,7 +149,7 @@ def _added(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | 
     thin = to_thin(x.reshape(-1, x.shape[-1]), a.t(), ctx.scale)
     ctx.save_for_backward(x, thin, a, b)
     if torch.compiler.is_compiling():
-        y = (y + thin.mm(b.t()).view_as(y)).to(y.dtype)
+        y = with_from_thin(y, thin, b.t())
     else:
         ctx.mark_dirty(y)
         add_from_thin(y.view(-1, y.shape[-1]), thin, b.t())

@@ -34,14 +34,15 @@ _SCHEMAS = {
 
 def to_thin(wide: Tensor, factor: Tensor, scale: float) -> Tensor:
     """Return ``scale * wide @ factor``, ``[n, r]``, in the dtype of ``factor [m, r]``."""
+    if splits(wide, factor):
+        return _scaled_sum(wide_product(wide, in_three(factor, 1)), 1, scale)
     if torch.compiler.is_compiling():
         return wide.to(factor.dtype).mm(factor) * scale
     if wide.dtype == factor.dtype:
         out = factor.new_empty((len(wide), factor.shape[1]))
-        # beta=0: uninitialized memory is not read
-        return out.addmm_(wide, factor, beta=0, alpha=scale)
-    if splits(wide, factor):
-        return _scaled_sum(wide_product(wide, in_three(factor, 1)), 1, scale)
+        return out.addmm_(
+            wide, factor, beta=0, alpha=scale
+        )  # beta=0: uninitialized memory is not read
     if wide.numel() < _TINY:
         return _to_thin(wide, factor, scale)
     thin: Tensor = _by_blocks().to_thin(wide, factor, scale)
@@ -61,11 +62,22 @@ def add_from_thin(wide: Tensor, thin: Tensor, factor: Tensor) -> Tensor:
     return wide
 
 
+def with_from_thin(wide: Tensor, thin: Tensor, factor: Tensor) -> Tensor:
+    """Return ``wide + thin @ factor``, rounded once, in new memory, for compiled code."""
+    if wide.dtype == thin.dtype:
+        return wide.addmm(thin, factor)
+    if splits(wide, thin):
+        return wide.addmm(_paired(thin, 1, _OF_THIN), _paired(factor, 0, _OF_FACTOR))
+    return (wide + thin.mm(factor)).to(wide.dtype)
+
+
 def from_thin(thin: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``thin @ factor`` in ``dtype``."""
     if thin.dtype == dtype:
         return thin.mm(factor)
     if torch.compiler.is_compiling():
+        if splits_for(dtype, thin):
+            return _paired(thin, 1, _OF_THIN).mm(_paired(factor, 0, _OF_FACTOR))
         return thin.mm(factor).to(dtype)
     return add_from_thin(thin.new_zeros((len(thin), factor.shape[1]), dtype=dtype), thin, factor)
 
@@ -88,10 +100,19 @@ def thin_gradient(thin: Tensor, wide: Tensor, transposed: bool = False) -> Tenso
 
 
 def splits(wide: Tensor, factor: Tensor) -> bool:
-    """Return whether a float32 ``factor`` is split into bfloat16 numbers to be multiplied with ``wide``."""
-    types = wide.dtype, factor.dtype
-    return widens_products(wide.device) and types == (torch.bfloat16, torch.float32)
+    """Return whether a float32 ``factor`` is split into bfloat16 terms to be multiplied with ``wide``."""
+    return splits_for(wide.dtype, factor)
 
+
+def splits_for(dtype: torch.dtype, factor: Tensor) -> bool:
+    """Return whether float32 factors are split for activations in ``dtype``, on the device of ``factor``."""
+    types = dtype, factor.dtype
+    return widens_products(factor.device) and types == (torch.bfloat16, torch.float32)
+
+
+_HALF = 1 << 15
+_UPPER = -1 << 16
+"""The last bit of a float32 that is added, and those that are kept, to round it to bfloat16."""
 
 _OF_THIN = (0, 0, 0, 1, 1, 2)
 _OF_FACTOR = (0, 1, 2, 0, 1, 0)
@@ -112,11 +133,13 @@ def _paired(factor: Tensor, dim: int, order: tuple[int, ...]) -> Tensor:
 
 def _pieces(factor: Tensor) -> list[Tensor]:
     pieces = []
-    for _ in range(3):
-        piece = factor.to(torch.bfloat16)
-        pieces.append(piece)
+    for _ in range(2):
+        # Rounded by bit operations, since compilers drop casts to 16 bits and back, which leaves a difference of zero.
+        piece = ((factor.view(torch.int32) + _HALF) & _UPPER).view(torch.float32)
+        pieces.append(piece.to(torch.bfloat16))
         factor = factor - piece  # this difference is exact
-    return pieces
+    # By a cast, which also keeps NaN: bit operations turn CUDA's NaN, whose bits are all set, into zero.
+    return [*pieces, factor.to(torch.bfloat16)]
 
 
 @fused

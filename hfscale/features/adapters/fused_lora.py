@@ -105,7 +105,10 @@ def _forward(wrapper: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return type(wrapper).forward(wrapper, x, *args, **kwargs)
     # A compiler traces both code paths and fuses the sums itself.
     if compiles:
-        return add_low_rank(wrapper.base_layer(x), x, factors, None)
+        y = wrapper.base_layer(x)
+        # Of two dims: models write into what they are given, and cannot into a view that the operator returned.
+        rows = add_low_rank(y.reshape(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), factors, None)
+        return rows.view_as(y)
     return _added_to(wrapper.base_layer, x, factors)
 
 

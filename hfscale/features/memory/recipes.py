@@ -18,6 +18,8 @@ from ..._compat.torch import living_storage, tree_leaves, tree_map, without_auto
 from ..._compat.torch_device import fork_random_state
 from ...parallel.tensor.random import default_generator
 
+_SMALL = 64
+
 
 class Layout(NamedTuple):
     """Describe where a tensor lies within its storage: size, stride, offset and dtype."""
@@ -73,6 +75,8 @@ class Filled:
         self.rewritten = False  # whether the same memory was kept before with earlier content
         # number of saved tensors that are views of this memory and have not been read
         self.saved = 0
+        # bytes of the largest memory that is read to recompute this memory, or of this memory
+        self.widest: int = max(storage.nbytes(), 0 if operator is None else operator.widest)
         self.waiting = 0  # number of saved tensors that may need this memory and have not been read
         self.value: Tensor | None = None
         self._size, self._storage = storage.nbytes(), StorageWeakRef(storage)
@@ -101,6 +105,10 @@ class Filled:
             if not self._overwritten and living_storage(self._storage) is not None
             else inf
         )
+
+    def is_small(self) -> bool:
+        """Return whether keeping this memory takes far fewer bytes than recomputing it reads, like a norm's scales."""
+        return self.own_cost() * _SMALL <= self.widest
 
     def cost(self, known: dict["Filled", float]) -> float:
         """Return the minimum of bytes that must be kept additionally to have the content again: its own bytes, or those
@@ -174,6 +182,7 @@ class Operator:
         self.inputs: list[Filled] = [leaf.filled for leaf in reads if leaf.filled is not None]
         self.inputs += [into] if isinstance(into, Filled) else []
         repeated = (leaf.operator for leaf in self.inputs if leaf.kept is None)
+        self.widest: int = max((each.widest for each in self.inputs), default=0)
         # Length of the longest chain of operators that must be repeated for the inputs of this operator, and itself.
         self.steps: int = 1 + max((leaf.steps for leaf in repeated if leaf is not None), default=0)
         self._results: list[weakref.ref[Filled] | None] = []

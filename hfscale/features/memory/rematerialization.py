@@ -11,7 +11,8 @@ A dispatch mode records the operators of the forward pass. Memory that is filled
 softmax, a copy or dropout can be recomputed from the operator and its inputs. Memory that is filled by any other
 operator (matrix products, attention, communication) must be kept. For each tensor that autograd saves, a saved-tensor
 hook chooses the way that keeps fewer additional bytes: keep the tensor, or keep the inputs from which it is recomputed
-(a cut of the graph, Chen et al. 2016; torch.compile's partitioner does the same inside compiled code).
+(a cut of the graph, Chen et al. 2016; torch.compile's partitioner does the same inside compiled code). A norm's scales,
+one number per row, are always kept.
 
 No matrix product, communication, hook or Python code of the model runs twice. Kept tensors pass through the
 saved-tensor hooks around the layer, if any, so they can be offloaded, compressed or counted.
@@ -257,7 +258,8 @@ class Rematerialization(TorchDispatchMode):
         needed[filled] = None
         inputs = filled.made_of()
         own = 0.0 if filled.given or filled.operator is None else filled.own_cost()
-        if filled.kept is None and own <= sum(tensor.cost(costs) for tensor in inputs):
+        fewest = own <= sum(tensor.cost(costs) for tensor in inputs)
+        if filled.kept is None and (fewest or filled.is_small()):
             now = filled.now()
             assert now is not None, "memory that must be kept is gone"
             # Outer hooks recognize new content of the same memory by the tensor's version, which a new alias lacks.

@@ -24,6 +24,11 @@ def holds_quantized(model: Planned) -> bool:
     return model.plan.quantized is not None
 
 
+def holds_4_bits(model: Planned) -> bool:
+    """Return whether weights are held in 4 bits."""
+    return model.plan.quantized is not None and model.plan.quantized.bits == 4
+
+
 def check_quantization(config: Any) -> None:
     """Raise :class:`ConfigError` if hfscale does not support the ``quantization_config``."""
     if config is None or config == AS_STORED:

@@ -87,7 +87,11 @@ class StoredLinear(nn.Linear):
         """Project ``x [..., in]`` to ``[..., out]``."""
         x = autocasted(x)
         return frozen_linear(
-            x, None if self.bias is None else self.bias.to(x.dtype), self._product, self._read
+            x,
+            None if self.bias is None else self.bias.to(x.dtype),
+            self._product,
+            self._read,
+            by_values=True,
         )
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:

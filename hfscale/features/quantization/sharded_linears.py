@@ -10,7 +10,7 @@ import bitsandbytes
 import torch
 from torch import Tensor, nn
 
-from ..._compat.bitsandbytes import product_in_8_bits
+from ..._compat.bitsandbytes import multiplies_values, product_in_8_bits
 from ..._compat.torch import own_parameters
 from ...distributed.ops.four_bit import FourBitEncoding, quantization_state, split_row
 from ...distributed.ops.grouped_linear import frozen_linear
@@ -40,7 +40,8 @@ class ShardedLinear4bit(bnb.nn.Linear4bit):
         if self.compute_dtype is not None:
             x = x.to(self.compute_dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return frozen_linear(x, bias, self._product, self._read).to(given)
+        by_values = multiplies_values(x) and encodings_of(self)["weight"].dtype == x.dtype
+        return frozen_linear(x, bias, self._product, self._read, by_values).to(given)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         encoding = encodings_of(self)["weight"]

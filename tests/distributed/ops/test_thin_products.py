@@ -5,9 +5,16 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from hfscale.distributed.ops import thin_products
-from hfscale.distributed.ops.thin_products import add_from_thin, thin_gradient, to_thin
+from hfscale.distributed.ops.thin_products import (
+    add_from_thin,
+    from_thin,
+    thin_gradient,
+    to_thin,
+    with_from_thin,
+)
 
 ROWS, WIDTH, RANK = 37, 70, 3
 
@@ -71,6 +78,41 @@ def test_three_pieces_are_as_exact_as_32_bits() -> None:
     assert float((found["sum"] != plain["sum"]).float().mean()) < 1e-3
     pieces = thin_products.in_three(given[1], 1).double().unflatten(1, (3, -1))
     torch.testing.assert_close(pieces.sum(1), given[1].double(), rtol=2**-24, atol=0)
+
+
+def test_compiled_code_multiplies_pieces_too() -> None:
+    wide, factor, thin = operands(torch.bfloat16)
+    wanted = exact(wide, factor, thin)
+    with (
+        patch.object(thin_products, "splits", lambda *_: True),
+        patch.object(thin_products, "splits_for", lambda *_: True),
+        patch.object(torch.compiler, "is_compiling", lambda: True),
+    ):
+        assert distance(to_thin(wide, factor, 0.5), wanted["thin"]) < 2e-7
+        assert distance(thin_gradient(thin, wide), wanted["gradient"]) < 2e-7
+        total = with_from_thin(wide, thin, factor.t())
+        alone = from_thin(thin, factor.t(), wide.dtype)
+    rounded = (wide.double() + thin.double() @ factor.t().double()).to(wide.dtype)
+    assert float((total != rounded).float().mean()) < 1e-3
+    assert float((alone != (thin @ factor.t()).to(wide.dtype)).float().mean()) < 1e-3
+
+
+def test_a_compiler_leaves_pieces_as_they_are() -> None:
+    """Compilers leave out casts to 16 bits and back, so what is left of a factor is not told by such casts."""
+    graph = make_fx(lambda factor: torch.cat(thin_products._pieces(factor)))(torch.randn(4, 3))
+    narrow = [node for node in graph.graph.nodes if "_to_copy" in str(node.target)]
+    assert len(narrow) == 3
+    assert {str(reader.target) for node in narrow for reader in node.users} == {"aten.cat.default"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch's compiler
+def test_pieces_by_torchs_compiler() -> None:
+    factor = torch.randn(64, 48)
+    torch.compiler.reset()
+    found = torch.compile(thin_products.in_three, dynamic=True)(factor, 1)
+    torch.compiler.reset()
+    assert torch.equal(found, thin_products.in_three(factor, 1))
 
 
 def test_one_type_is_multiplied_as_it_is() -> None:
