@@ -1,10 +1,10 @@
 """Dequantize 4-bit weights once for the recomputed forward pass and the backward pass after it.
 
 bitsandbytes' projections save no dequantized weights. Therefore a checkpointed layer dequantizes each weight three
-times in a step: for the output, for the recomputed output, and for the gradient of the input. Under torch's checkpoint, a
-saved tensor takes no memory until the forward pass is repeated, and is freed when the backward pass reads it. So in a
-checkpointed layer a projection becomes an ordinary product whose dequantized weight autograd saves, and the third
-dequantization is not needed. The dequantized weights of one checkpointed layer are in memory at a time.
+times in a step: for the output, for the recomputed output, and for the gradient of the input. Under torch's
+checkpoint, a saved tensor takes no memory until the forward pass is repeated, and is freed when the backward pass
+reads it. So in a checkpointed layer a projection becomes an ordinary product whose dequantized weight autograd saves,
+and the third dequantization is not needed. The dequantized weights of one checkpointed layer are in memory at a time.
 
 Projections that bitsandbytes multiplies by a kernel that dequantizes while it multiplies are left as they are, because
 that kernel rounds differently.

@@ -80,6 +80,12 @@ def test_three_pieces_are_as_exact_as_32_bits() -> None:
     torch.testing.assert_close(pieces.sum(1), given[1].double(), rtol=2**-24, atol=0)
 
 
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -1])  # CUDA's own has all bits set
+def test_what_is_no_number_stays_none(bits: int) -> None:
+    factor = torch.tensor([[bits]], dtype=torch.int32).view(torch.float32)
+    assert thin_products.in_three(factor, 1).isnan().any()
+
+
 def test_compiled_code_multiplies_pieces_too() -> None:
     wide, factor, thin = operands(torch.bfloat16)
     wanted = exact(wide, factor, thin)
