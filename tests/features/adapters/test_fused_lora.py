@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig
@@ -328,3 +329,23 @@ def test_gradients_under_autocast_are_not_differentiated_again() -> None:
         out = wrapper(x)
     with pytest.raises(RuntimeError, match="build the model with fused_adapters=False"):
         torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about gradients of views
+def test_a_compiled_model_writes_into_what_adapters_return() -> None:
+    """As Falcon's layers do, which add attention's output to the MLP's in place."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 67}
+    config = AutoConfig.for_model("falcon", **sizes)
+    adapter = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    found = []
+    for how in (False, "aot_eager"):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = hfscale.from_config(
+            config, dtype=torch.float64, peft_config=adapter, compile=how
+        ).train()
+        loss = hfscale.train_step(model, {"input_ids": IDS % 67, "labels": IDS % 67})
+        found.append([loss, *(x.grad for x in model.parameters() if x.grad is not None)])
+    torch.compiler.reset()
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
