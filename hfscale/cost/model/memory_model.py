@@ -10,7 +10,7 @@
     activations kept for backward passes by layers and final norm, for all microbatches alive: :mod:`.activation_bytes`
     backward    gradients of activations, one layer at a time
     gathered    whole weights while they are all-gathered, or copies in the dtype of mixed precision
-    exchanged   keys and values of other context-parallel ranks: :meth:`.Exchange.held`
+    exchanged   keys and values of other context-parallel ranks: :mod:`hfscale.plan.context_plan`
     loss        one chunk of logits with its gradient, and the head's gradient before it is stored
 
 These bytes do not all exist at once. A rank needs the maximum over these moments::
