@@ -97,7 +97,8 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
         refuse_weights_alone(Path(path, kwargs.get("subfolder") or ""))
     elif not isinstance(given, PreTrainedConfig | str | os.PathLike):
         raise errors.ConfigError(
-            f"config must be a transformers config, got {given!r}: leave it out, or pass transformers.AutoConfig"
+            f"config must be a transformers config, got {given!r}: leave it out, or pass one, such as "
+            "transformers.AutoConfig.from_pretrained(...)"
         )
     if isinstance(given, PreTrainedConfig):
         config = copy.deepcopy(given)

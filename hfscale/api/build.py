@@ -289,7 +289,7 @@ def parallelize(
     )
     if not reason and not is_a_hosts(model):
         raise ConfigError(
-            f"parallelize takes a model of transformers (a PreTrainedModel), got {class_name(model)}: train other "
+            f"parallelize takes a model of transformers (a PreTrainedModel), and got {class_name(model)}: train other "
             "modules with accelerate, or parallelize the inner transformers model before you wrap it"
         )
     if any(parameter.is_meta for parameter in model.parameters()):

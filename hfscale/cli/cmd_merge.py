@@ -60,4 +60,4 @@ def run(arguments: argparse.Namespace) -> None:
         return
     print(f"{arguments.out}: {changed} tensors have the adapter in them")
     if difference is not None:
-        print(f"logits differ by at most {difference:.1e} of the largest logit")
+        print(f"logits differ by {difference:.1e} of the largest logit, at the most")

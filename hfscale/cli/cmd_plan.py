@@ -127,7 +127,6 @@ def describe_fit(size: float, found: "MemoryEstimate") -> str:
         return f"fits {size:g} GB: yes, {total:.1f} GB of it, without temporary buffers of kernels and collectives"
     kind = max(found.kinds, key=lambda name: found.kinds[name])
     return (
-        f"fits {size:g} GB: no, it needs {total:.1f} GB, most of it {kind}: use more ranks, fewer --tokens, "
-        "--recompute, an "
+        f"fits {size:g} GB: no, {total:.1f} GB, most of it {kind}: use more ranks, fewer --tokens, --recompute, an "
         "8-bit --optimizer, or --lora over --quantize nf4"
     )

@@ -147,7 +147,7 @@ def add_training_arguments(parser: Adds) -> None:
         metavar="NAME",
         help=f"name of the optimizer in HF Trainer (default: {OPTIMIZER})",
     )
-    told = "compute in bfloat16 over weights of their own dtype; fp8: layer products in 8 bits"
+    told = "compute in bfloat16 over weights of their own dtype, or layer products in 8 bits"
     parser.add_argument("--mixed-precision", choices=ESTIMATED_PRECISIONS, help=told)
     told = "none, elementwise, selective, full (default), a number n: every n-th layer, or a memory budget such as 8GiB"
     parser.add_argument("--recompute", metavar="HOW", nargs="?", const="full", help=told)

@@ -241,7 +241,8 @@ class _Rows:
         )
         if labels is None:
             raise ConfigError(
-                f"a batch needs a tensor with a row for each sample, but has only {', '.join(batch)}"
+                f"a batch must have a tensor with a row for each sample, got only {', '.join(batch)}: add one, such as "
+                "input_ids"
             )
         none = torch.zeros((), dtype=torch.int64, device=labels.device)
         return none + len(labels), none

@@ -116,7 +116,10 @@ def other_versions() -> str:
 
 def test_ranks_stream_one_version(pools: Pools) -> None:
     for message in pools(2).run(other_versions):
-        assert message == "version must be the same on every rank, got [3, 4]"
+        assert (
+            message
+            == "version must be the same on every rank, got [3, 4]: pass one number on all ranks"
+        )
 
 
 def changes(kind: str, layout: str, part: str, options: dict[str, Any]) -> list[dict[str, Tensor]]:

@@ -158,5 +158,5 @@ def test_a_completion_alone_has_labels(tokenizer):
     assert encode_completion(tokenizer, "One?", " Two.", "all", "x").labels == example.input_ids
     with pytest.raises(RecipeError, match="begin completions with the space"):
         encode_completion(tokenizer, "One? ", "Two", "completions", "x")
-    with pytest.raises(RecipeError, match="no text"):
+    with pytest.raises(RecipeError, match="a completion that is not a string"):
         encode_completion(tokenizer, "One?", None, "completions", "x")

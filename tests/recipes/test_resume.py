@@ -154,7 +154,8 @@ def test_an_earlier_run_is_not_replaced_unasked(directory: Path) -> None:
         check_places(recipe(resume=True))
     (directory / "state" / "checkpoint-2").mkdir(parents=True)
     with pytest.raises(
-        RecipeError, match=r"go on with it \(training.resume=true\), or replace it \(replace=true\)"
+        RecipeError,
+        match=r"go on with it \(training.resume=true\), or replace that run \(replace=true\)",
     ):
         check_places(recipe())
     asked = recipe()

@@ -73,7 +73,7 @@ def test_classes_are_names_or_numbers(tokenizer: Any) -> None:
     data = DataRecipe(format="classes", classes=["no", "yes"])
     documents = [Document("a", {"text": "One", "label": label}) for label in ("yes", 0)]
     assert encode_classes(data, tokenizer, documents)["label"] == [1, 0]
-    with pytest.raises(RecipeError, match=r"the class of b is 2, and data.classes has no, yes"):
+    with pytest.raises(RecipeError, match=r"the class of b is 2, but data.classes has no, yes"):
         encode_classes(data, tokenizer, [Document("b", {"text": "One", "label": 2})])
 
 

@@ -111,7 +111,7 @@ def test_words() -> None:
         told[1]
         == "  ranks 0, 3: waits in all_gather over ep (all ranks), for 9 s, at train.py:8 in main"
     )
-    assert told[2].startswith("  rank 1: gives no sign of life: the process is gone")
+    assert told[2].startswith("  rank 1: gives no sign of life: the process or its machine is gone")
     assert told[3].startswith("  rank 2: gives no sign of life")
     assert told[3].endswith("it was last at x.py:1 in f")
 

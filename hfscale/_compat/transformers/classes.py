@@ -184,7 +184,7 @@ def made_or_explained(source: str) -> Iterator[None]:
         reason = str(error).strip().splitlines()[-1].strip()
         kind, _, words = reason.partition(": ")
         raise ConfigError(
-            f"{source} is invalid: {words if kind.endswith('Error') else reason}"
+            f"{source} is invalid: {words if kind.endswith('Error') else reason}: correct that field"
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]

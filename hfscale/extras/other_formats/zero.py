@@ -159,7 +159,7 @@ class ZeroCheckpoint:
         paths = self._model_files if shapes and self.stage == 3 else self._model_files[:1]
         if shapes and self.stage == 3 and len(paths) != len(self._ranks):
             raise CheckpointError(
-                f"{self.directory} must have the model states of all {len(self._ranks)} ranks, which hold fragments of "
+                f"{self.directory} must have the model states of {len(self._ranks)} ranks, each with fragments of "
                 f"frozen weights, got {len(paths)}: copy the files of all ranks"
             )
         files = [RawFile(path) for path in paths]

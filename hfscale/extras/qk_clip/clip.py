@@ -265,7 +265,8 @@ class QueryKeyClip(Stepper):
         answers = ask("score scaling", runtime.model, stock=kind, kind=kind)
         if not answers:
             raise ConfigError(
-                f"qk_clip needs transformers' attention functions, but a tiny {kind.__name__} uses none: leave it out"
+                f"qk_clip needs transformers' attention functions, and no tiny {kind.__name__} attends by one of them: "
+                "leave it out"
             )
         for layer in filter(runtime.is_local, runtime.plan.layers):
             for name, module in runtime.model.get_submodule(layer).named_modules(prefix=layer):

@@ -175,7 +175,7 @@ def _check(config: Any, plan: Plan) -> None:
     if method in OF_WHOLE_PROJECTIONS and trains_biases and plan.layout.tp > 1:
         raise ConfigError(
             f"{type(config).__name__}(bias={config.bias!r}) trains biases of which each tensor rank has only a shard, "
-            "but this adapter computes with full biases: leave it out, or use tp_size=1"
+            "but this adapter computes with full biases: leave bias out, or use tp_size=1"
         )
     if plan.quantized is not None:
         check_over_quantized(config, plan.quantized, plan.layout.data_world)
@@ -254,8 +254,8 @@ def _refuse_quantized_copies(config: Any, plan: Plan) -> None:
             if not quantized.by_bitsandbytes:
                 instead = "adapt it instead, by target_modules"
             raise ConfigError(
-                f"modules_to_save={wanted!r} trains all weights, but {inside[0]} is {quantized.described} and gets no "
-                f"gradients: {instead}"
+                f"modules_to_save={wanted!r} trains all weights, but {inside[0]} is {quantized.described}, so it gets "
+                f"no gradients: {instead}"
             )
 
 

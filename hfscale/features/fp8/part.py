@@ -94,7 +94,7 @@ def _groups(runtime: Runtime, name: str, projection: Any) -> Float8Groups:
 
 
 def compute(projection: Any, x: Tensor) -> Tensor:
-    """Return the output of ``projection`` for ``x`` in fp8, by the products that :func:`.overlap.multiply_by` has
+    """Return the output of ``projection`` for ``x`` in fp8, by the products that ``overlap.multiply_by`` has
     set.
     """
     if not torch.compiler.is_compiling():

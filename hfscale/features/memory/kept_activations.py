@@ -215,7 +215,8 @@ class KeptActivations(Part):
                 raise ConfigError(
                     "compress_activations= with model.gradient_checkpointing_enable(): an MoE layer that is recomputed "
                     "from its compressed input may send tokens to other experts than before: call "
-                    "model.gradient_checkpointing_disable(), or use offload_activations=True in place of 8 bits"
+                    "model.gradient_checkpointing_disable(), or use offload_activations=True instead of "
+                    "compress_activations"
                 )
             hidden = hidden_states_of(args, kwargs)
             values = hidden.numel() if isinstance(hidden, Tensor) else 0

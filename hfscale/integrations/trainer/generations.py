@@ -290,8 +290,8 @@ def count_generations(arguments: Any, batches: int) -> None:
     size = arguments.per_device_train_batch_size * batches * arguments.steps_per_generation
     if size % arguments.num_generations:
         raise ConfigError(
-            f"num_generations={arguments.num_generations} does not divide the {size} completions of a generation over "
-            f"{batches} distinct batch(es): change per_device_train_batch_size or steps_per_generation"
+            f"num_generations={arguments.num_generations} does not divide the {size} completions that {batches} "
+            f"distinct batch(es) generate at once: change per_device_train_batch_size or steps_per_generation"
         )
     arguments.generation_batch_size = size
     _check_evaluation(arguments, batches)

@@ -71,7 +71,7 @@ def choice_bias(runtime: Runtime, planned: ExpertsPlan, inner: str) -> ChoiceBia
         return None
     if held.numel() != planned.count:
         raise ConfigError(
-            f"bias_update_rate needs one entry per expert, but {wild_name(name)} has {held.numel()} entries for "
+            f"bias_update_rate needs one entry per expert, but {wild_name(name)} has {held.numel()} for "
             f"{planned.count} experts, so its entries do not match the loads of experts: {_INSTEAD}"
         )
     if held.dtype.itemsize < torch.float32.itemsize:

@@ -415,5 +415,5 @@ def test_routes_that_do_not_fit_the_rows() -> None:
     with pytest.raises(ConfigError, match="1 entries for 2 rows"):
         hfscale.routes_from_vllm(model, [array], MASK)
     deep = built(qwen2_moe(decoder_sparse_step=2, num_hidden_layers=4))
-    with pytest.raises(ConfigError, match="routes of 3 layers, and the model 4"):
+    with pytest.raises(ConfigError, match="routes of 3 layers, and the model has 4"):
         hfscale.routes_from_vllm(deep, [array[:, [0, 1, 0]], array[:, [0, 1, 0]]], MASK)
