@@ -347,7 +347,8 @@ def load_adapter(
     if is_computed(whole, name):
         raise CheckpointError(
             f"{path} must contain the encoder that computes a prompt, so that it can be trained, got the prompt alone, "
-            "which is all that PEFT writes: load a state of the run (hfscale.load_state), or load the prompt with PEFT to compute with it"
+            "which is all that PEFT writes: load a state of the run (hfscale.load_state), or load the prompt with PEFT "
+            "to compute with it"
         )
     stored = _read_weights(path)
     for key in read_fixed(whole, name, stored, path):
