@@ -145,7 +145,7 @@ def prompt_keys(whole: Any, name: str) -> dict[str, str]:
 
 def written_by_peft(config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors that PEFT writes for an encoder with the full ``tensors`` (by their names in a plan): the
-    encoder's output, the prompt. Without an encoder, return ``tensors`` unchanged.
+    encoder's output, the prompt. If no tensor is of an encoder that computes its prompt, return ``tensors`` unchanged.
     """
     prefix = f"{PROMPT_ENCODER}."
     if not any(key.startswith(prefix) for key in tensors):
