@@ -99,7 +99,7 @@ def all_provided(slot: str) -> list[Any]:
 
 
 def imported(place: str) -> Any:
-    """Import and return what a place, ``"module:name"``, names; a module without a name."""
+    """Import and return the object at a place, ``"module:name"``; without a name, the module."""
     module, _, name = place.partition(":")
     imported = importlib.import_module(module)
     return getattr(imported, name) if name else imported

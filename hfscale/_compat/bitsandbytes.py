@@ -44,8 +44,8 @@ def misreads_rows(width: int) -> bool:
 
 
 def multiplies_values(x: Tensor) -> bool:
-    """Return whether a product of ``x [..., in]`` with a weight in 4 bits is that with its dequantized values, to the
-    last bit: by ``dequantize_4bit`` and torch's own product.
+    """Return whether bitsandbytes multiplies ``x [..., in]`` by a 4-bit weight with ``dequantize_4bit`` and torch's
+    own product, so that a product with dequantized values is equal to the last bit.
     """
     if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
         return True  # before 0.50

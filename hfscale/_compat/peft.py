@@ -195,7 +195,7 @@ def puts_tokens_in_front(model: nn.Module) -> bool:
 
 
 def is_prefix(config: Any) -> bool:
-    """Return whether a prompt's config is of keys and values in front of a text's, and not of tokens."""
+    """Return whether a prompt's config is for a prefix (keys and values), not for tokens."""
     return str(config.peft_type.value) in _PREFIXES
 
 

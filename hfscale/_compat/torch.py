@@ -222,7 +222,7 @@ def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tenso
 
 
 def is_checkpointed() -> bool:
-    """Return whether torch's ``checkpoint`` runs or repeats a forward pass: what it saves is not kept in between."""
+    """Return whether torch's ``checkpoint`` runs or repeats a forward pass. It keeps no tensors between both passes."""
     hooks = saved_tensor_hooks()
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 

@@ -1,4 +1,4 @@
-"""Undocumented names of torch's compiler: its backends by name, and what its partitioner may compute again."""
+"""Undocumented names of torch's compiler: its backends by name, and an option of its partitioner for recomputation."""
 
 from collections.abc import Callable
 from functools import cache
@@ -9,11 +9,11 @@ _OPTION = "ban_recompute_materialized_backward"
 
 @cache  # layers that share a backend share their graphs
 def repeating_backend(named: str | Callable[..., Any]) -> Callable[..., Any]:
-    """Return a backend of ``torch.compile`` that also computes again, elementwise, what a product of the backward pass
-    reads, from what is kept in any case: norms of the stream, and activations of gates. It repeats no product and no
-    attention. The backend itself would keep them.
+    """Return a backend of ``torch.compile`` that also recomputes elementwise the inputs of the backward pass's products
+    (outputs of norms, activations of gates) from tensors that are saved anyway. The unchanged backend would save these
+    inputs. No product and no attention is recomputed.
     """
-    # Imported on use: it takes a second, and most runs compile nothing.
+    # Imported on use: the import takes a second, and most runs compile nothing.
     import torch._functorch.config as partitioner
     from torch._dynamo import lookup_backend
 

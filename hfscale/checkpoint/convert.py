@@ -96,7 +96,7 @@ def _write_adapters(directory: Path, reader: StateReader, target: Path) -> None:
 
 
 def _tell_of_others(directory: Path, index: StateIndex) -> None:
-    """Warn of adapters' tensors that the state's list of files does not name: older versions listed one adapter's."""
+    """Warn of adapters' tensors that the state's list of files does not name: older versions listed only one."""
     listed = set(index.stored.values())
     others = [
         key

@@ -1,4 +1,4 @@
-"""Plan and find the weights that stay as a checkpoint stores them, quantized, under adapters."""
+"""Plan and find the frozen weights under adapters that stay quantized, in the bytes of their checkpoint."""
 
 import logging
 from collections.abc import Mapping

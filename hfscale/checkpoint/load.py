@@ -41,7 +41,7 @@ from .merged import merged_parameters, parts_of_share
 from .overwrites import find_overwrites, initialize_around
 from .stored_forms.scheme import StoredForm
 
-if TYPE_CHECKING:  # of quantized weights alone
+if TYPE_CHECKING:  # needed only for quantized weights
     from ..distributed.files.stored_rows import StoredRow
     from ..features.quantization.arrival import QuantizedOnDisk, Quantizing
 

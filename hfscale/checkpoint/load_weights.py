@@ -1,4 +1,4 @@
-"""Load weights into a model that trains: those of a plain checkpoint, or of an adapter."""
+"""Load the weights of a plain checkpoint, or of an adapter, into a model that trains."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from .stored_forms.scheme import form_in
 
 @torch.no_grad()
 def load_weights(model: nn.Module, directory: str | Path) -> None:
-    """Replace a model's weights, or only its adapter, by those of a plain checkpoint; call it on every rank."""
+    """Replace a model's weights, or only its adapter's, by weights from a checkpoint; call this on every rank."""
     runtime = runtime_of(model)
     with all_or_none(runtime.mesh, f"{directory} could not be loaded"):
         finish_move(directory)
@@ -33,7 +33,7 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
         else:
             form = form_in(Path(directory))
             options = {"dtype": runtime.model.dtype}
-            # Of the same model as plain values, whose config describes no quantized weights.
+            # The same model with plain values: its config describes no quantized weights.
             if form is not None:
                 options["config"] = runtime.model.config
             kind = stock_class(runtime.model)

@@ -37,7 +37,7 @@ def random_states(mesh: Mesh) -> dict[str, Any]:
 def states_of_process(
     python: Any, numpy: Any, cpu: torch.Tensor, device: torch.Tensor | None = None
 ) -> dict[str, Any]:
-    """Return RNG states that another trainer's process has saved as this module has them."""
+    """Convert RNG states that a process of another trainer saved to this module's format."""
     name, keys, *rest = numpy
     kept = (name, torch.as_tensor(np.asarray(keys, dtype=np.int64)), *rest)
     states = {"torch": cpu, "python": python, "numpy": kept}
@@ -45,10 +45,10 @@ def states_of_process(
 
 
 def place_among(mesh: Mesh, of_batches: bool) -> str:
-    """Return what tells this rank from others that restore the same states, empty for the first: those with one batch,
-    of states that there are ``of_batches``, one for each.
+    """Return a label that distinguishes this rank from the other ranks that restore the same RNG states; the first of
+    these ranks gets an empty label. With ``of_batches`` there is one set of states for each distinct batch.
     """
-    # Ranks of one batch that compute different things draw apart.
+    # Context ranks and stages of one batch compute different values, so they draw different numbers.
     data = mesh.data_rank % mesh.layout.cp if of_batches else mesh.data_rank
     return f"{data}, stage {mesh.pp_rank}" if data or mesh.pp_rank else ""
 

@@ -132,7 +132,7 @@ def stream_weights(
         )
     if adapters is not None and is_computed(adapters.whole, adapters.name):
         raise ConfigError(
-            "stream_weights must be of weights, or of a prompt that is held as it is, got one that an encoder "
+            "stream_weights must be of weights, or of a prompt that no encoder computes, got one that an encoder "
             "computes: write it with hfscale.save_pretrained"
         )
     entries = tensors_to_save(runtime)

@@ -11,7 +11,7 @@ from .inputs import prepare
 from .runtime import Batch, Objective, Part, Runtime, runtime_of
 from .runtime.objective import OwnLoss
 
-if TYPE_CHECKING:  # imported where such a loss is asked for
+if TYPE_CHECKING:  # imported at runtime only for such a loss
     from .distillation import ModelTeacher
     from .user_loss import LossOfOutputs, LossOfScores
 
@@ -72,7 +72,7 @@ def train_step(
         _check_losses(
             runtime, loss_fn, score_loss, label_smoothing, num_items_in_batch, temperature, teacher
         )
-    if model is not runtime.model:  # PEFT's, or a module of the user's
+    if model is not runtime.model:  # PEFT's model, or a module of the user's
         from .around import labels_around, refuse_loss_around, refuse_trained_around
 
         refuse_loss_around(runtime, model)

@@ -112,7 +112,7 @@ def splits_for(dtype: torch.dtype, factor: Tensor) -> bool:
 
 _HALF = 1 << 15
 _UPPER = -1 << 16
-"""The last bit of a float32 that is added, and those that are kept, to round it to bfloat16."""
+"""Bits that round a float32 to bfloat16: half of the last kept bit, which is added, and the mask of kept bits."""
 
 _OF_THIN = (0, 0, 0, 1, 1, 2)
 _OF_FACTOR = (0, 1, 2, 0, 1, 0)

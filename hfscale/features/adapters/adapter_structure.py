@@ -257,7 +257,9 @@ def guard_methods(peft_model: Any, whole: Any) -> None:
         for each in (peft_model, whole):
             peft.set_adapters(each, names, *args, **kwargs)
 
-    if peft_model.base_model is not stock:  # as it is behind a prompt
+    if (
+        peft_model.base_model is not stock
+    ):  # behind a prompt, PEFT wraps no module of the stock model
         peft_model.base_model.set_adapter = set_adapter
 
 

@@ -134,7 +134,7 @@ class Adapters(Part):
         return in_front(runtime.plan, self.peft_model, batch)
 
     def tokens_in_front(self, runtime: Runtime) -> int:
-        """Return how many tokens a prompt puts in front of each row."""
+        """Return how many tokens a prompt adds in front of each row."""
         return tokens_in_front(runtime.plan, self.peft_model)
 
     def buffer_names(self) -> dict[str, str]:
@@ -322,7 +322,7 @@ def _type_of(
     encoding = encodings_of(module).get(attribute)
     kept = shares[plan.by_name[adapter.base].tied_to or adapter.base]
     base = kept.dtype if encoding is None else encoding.dtype
-    # PEFT leaves factors beside quantized weights in 32 bits.
+    # PEFT leaves factors of quantized weights in float32.
     return type_beside(base, adapter.kept_in, autocast or encoding is not None)
 
 

@@ -106,7 +106,7 @@ def _forward(wrapper: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     # A compiler traces both code paths and fuses the sums itself.
     if compiles:
         y = wrapper.base_layer(x)
-        # Of two dims: models write into what they are given, and cannot into a view that the operator returned.
+        # The output has two dims: models write in place, which autograd forbids on a view that the operator returned.
         rows = add_low_rank(y.reshape(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), factors, None)
         return rows.view_as(y)
     return _added_to(wrapper.base_layer, x, factors)

@@ -43,7 +43,7 @@ def refuse_tied(adapters: Any, plan: Plan, kinds: Collection[str] | None = None)
         bias = f"{adapter.base.rpartition('.')[0]}.bias"
         if merged and adapter.kept_in in IN_FRONT:
             raise ConfigError(
-                f"{adapter.name} must be of an adapter of weights to be merged, got a prompt, which stands in front of "
+                f"{adapter.name} must be an adapter of weights to be merged, got a prompt, which stands in front of "
                 "a text: write it with hfscale.save_pretrained"
             )
         if merged and adapter.kept_in == BEFT_BIAS and bias not in stock.by_name:

@@ -43,7 +43,7 @@ def plan_adapters(plan: Plan, adapters: Sequence[AdapterParameter]) -> Plan:
 
 
 def with_encoder(stages: StagePlan, adapters: Sequence[AdapterParameter]) -> StagePlan:
-    """Return the stages with the encoder on those that read it: the lookup's, or, of prefixes, all of them."""
+    """Return the stages with the encoder added: to the input embedding's stage, or, for prefixes, to all stages."""
     if adapters[0].kept_in not in IN_FRONT:
         return stages
     readers = [stages.stage_of(adapters[0].base)]
@@ -62,7 +62,7 @@ def with_encoder(stages: StagePlan, adapters: Sequence[AdapterParameter]) -> Sta
 
 
 def prompt_of(plan: Plan) -> str | None:
-    """Return :data:`PROMPT` or :data:`PREFIX`, if a plan has one; ``None`` if not."""
+    """Return :data:`PROMPT` or :data:`PREFIX`, or ``None`` if a plan has neither."""
     kinds = {adapter.kept_in for adapter in plan.adapters}
     return next((kind for kind in IN_FRONT if kind in kinds), None)
 

@@ -1,15 +1,16 @@
 """Prompts over ranks: tokens in front of every row (prompt tuning, Lester et al. 2021; p-tuning, Liu et al. 2021), and
 keys and values in front of those of every layer (prefix tuning, Li and Liang 2021).
 
-PEFT computes a prompt of ``k`` tokens in a small encoder, beside the model that it puts the prompt in front of. Over
-ranks the encoder is a child of the model, under the name that it has in PEFT's, and whole on every rank that reads it::
+PEFT computes a prompt of ``k`` tokens in a small encoder outside of the base model. Over ranks the encoder is a child
+of the base model, named as in PEFT's model, and unsharded on every rank that reads the encoder::
 
     tokens    ids [b, s] -> ids [b, k + s], v to v + k - 1 in front --each rank's tokens--> lookup, or the prompt's rows
     prefixes  encoder -> [b, k, layers, 2, heads, d] --heads of this rank, layers of this stage--> cache
 
-Ids from ``v``, the size of the vocabulary, stand for a prompt's tokens, so a batch is as long as its hidden states, and
-is cut like any other. The rows are added where embeddings are whole, so every tensor rank has a prompt's whole
-gradient. Of prefixes each rank has the gradient of its own heads, and each stage that of its layers: they are summed.
+Ids from ``v`` (the vocabulary's size) on represent a prompt's tokens, so a batch is as long as its hidden states, and
+is sharded like any other batch. The prompt's rows are added where embeddings are full, so every tensor rank has the
+full gradient of a prompt. For prefixes, each tensor rank has the gradient of its own heads, and each pipeline stage the
+gradient of its own layers, so these gradients are summed over tensor ranks and stages.
 """
 
 import copy
@@ -43,8 +44,8 @@ _IGNORED = -100
 
 
 def parameters_in_front(whole: Any, plan: Plan) -> list[AdapterParameter]:
-    """Return the parameters of the encoders of PEFT's model ``whole``; raise :class:`ConfigError` where no rank can
-    put a prompt in front.
+    """Return the encoder parameters of PEFT's model ``whole``; raise :class:`ConfigError` if the plan cannot run with
+    a prompt.
     """
     layout = plan.layout
     name = whole.active_adapter
@@ -53,18 +54,18 @@ def parameters_in_front(whole: Any, plan: Plan) -> list[AdapterParameter]:
     asked = f"{type(config).__name__} over {layout.describe()}"
     if plan.lookup is None or plan.head is None or plan.loss is None or plan.no_step:
         raise ConfigError(
-            f"{asked} must be in front of a causal language model's tokens, got "
+            f"{asked} must be added to a causal language model that reads tokens, got "
             f"{class_name(whole.get_base_model())}: use LoRA, or one process"
         )
     if kept_in == PREFIX and layout.cp > 1:
         raise ConfigError(
-            f"{asked} must be read by every token of a sequence, and each context rank's attention reads keys by their "
-            "places in it, which a prefix has none of: use PromptTuningConfig, or cp_size=1"
+            f"{asked} must be read by every token of a sequence, but each context rank's attention reads keys by their "
+            "places in the sequence, and a prefix has none: use PromptTuningConfig, or cp_size=1"
         )
     again = recomputed(plan)
     if kept_in == PREFIX and (again.layers or again.modules):
         raise ConfigError(
-            f"{asked} must be read once in each pass, and recomputation puts keys behind it again: leave recompute out"
+            f"{asked} must be read once in each pass, but recomputation would add its keys twice: leave recompute out"
         )
     return [
         AdapterParameter(
@@ -80,9 +81,9 @@ def parameters_in_front(whole: Any, plan: Plan) -> list[AdapterParameter]:
 
 
 def around_local(model: nn.Module, whole: Any, name: str, held: Sequence[AdapterParameter]) -> Any:
-    """Return PEFT's model around a rank's ``model``, which gets the encoder as a child where it holds one."""
+    """Return PEFT's model around a rank's ``model``; if the rank holds the encoder, add it to ``model`` as a child."""
     config = copy.copy(whole.peft_config[name])
-    # Values come later, and a rank may have no row of what they are drawn from.
+    # Values are loaded later, and this rank may lack the embedding rows from which PEFT would initialize them.
     if hasattr(config, "prompt_tuning_init"):
         config.prompt_tuning_init = "RANDOM"
     local = quietly(model, config, name)
@@ -96,14 +97,14 @@ def around_local(model: nn.Module, whole: Any, name: str, held: Sequence[Adapter
 def first_prompt(
     whole: Any, name: str, plan: Plan, mesh: Mesh, shares: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return this rank's shards of a new encoder, drawn by PEFT, by name; collective over the ranks that hold the
-    lookup.
+    """Return this rank's shards of a new encoder that PEFT initializes, by name; collective over the ranks that hold
+    the input embedding.
     """
     config = whole.peft_config[name]
     given: list[Any] = [config]
     if hasattr(config, "prompt_tuning_init"):
         base = plan.by_name[f"{plan.lookup}.weight"]
-        # Of a stage without it, the rows that are drawn are another's.
+        # A stage without the input embedding draws from a meta table: it does not hold the prompt's rows.
         tokens, width = base.shape
         table = nn.Embedding(tokens, width, device="meta")
         starts_as_rows = config.prompt_tuning_init != "RANDOM"
@@ -122,7 +123,7 @@ def first_prompt(
 
 
 def is_computed(whole: Any, name: str) -> bool:
-    """Return whether an encoder computes its prompt, which is all that PEFT writes, and which does not tell how."""
+    """Return whether an encoder computes its prompt. PEFT writes only the prompt, not the encoder."""
     return (
         PROMPT_ENCODER in own_modules(whole) and len(list(_encoder(whole, name).parameters())) > 1
     )
@@ -134,7 +135,7 @@ def _encoder(whole: Any, name: str) -> nn.Module:
 
 
 def prompt_keys(whole: Any, name: str) -> dict[str, str]:
-    """Map keys of a saved prompt to names in the plan; of one that is computed, the names to themselves."""
+    """Map keys of a saved prompt to names in the plan; for a computed prompt, map each name to itself."""
     paths = [path for path, _ in _encoder(whole, name).named_parameters()]
     names = [f"{PROMPT_ENCODER}.{name}.{path}" for path in paths]
     return dict(
@@ -143,8 +144,8 @@ def prompt_keys(whole: Any, name: str) -> dict[str, str]:
 
 
 def written_by_peft(config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what PEFT writes of an encoder with the full ``tensors``, by their names in a plan: if it computes its
-    prompt, that prompt; everything else as it is.
+    """Return the tensors that PEFT writes for an encoder with the full ``tensors`` (by their names in a plan): the
+    encoder's output, the prompt. If no tensor is of an encoder that computes its prompt, return ``tensors`` unchanged.
     """
     prefix = f"{PROMPT_ENCODER}."
     if not any(key.startswith(prefix) for key in tensors):
@@ -157,7 +158,7 @@ def written_by_peft(config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def _to_train(config: Any) -> Any:
-    """Return the config of an encoder that computes its prompt, as files' configs are not."""
+    """Return a copy of a config for training, since configs from files are for inference, without the prompt's MLP."""
     made = copy.copy(config)
     made.inference_mode = False
     return made
@@ -170,18 +171,18 @@ def _encoder_class(config: Any) -> Any:
 
 
 def tokens_in_front(plan: Plan, peft_model: Any) -> int:
-    """Return how many tokens a model puts in front of each row."""
+    """Return how many prompt tokens a model adds in front of each row."""
     return int(peft_model.active_peft_config.num_virtual_tokens) if prompt_of(plan) == PROMPT else 0
 
 
 def in_front(plan: Plan, peft_model: Any, batch: Batch) -> Batch:
-    """Return a batch with its prompt's ids in front of every row, which no label and no mask leaves out.
+    """Return a batch with the prompt's ids in front of every row; labels there are -100, and the mask is 1.
 
     Raises:
-        ConfigError: it has other than ids, or what counts its tokens.
+        ConfigError: the batch has no ``input_ids``, or has fields that cannot be extended by the prompt's tokens.
     """
     kind = prompt_of(plan)
-    # PEFT's ``disable_adapter()`` switches prompts off for a while.
+    # Inside of PEFT's ``disable_adapter()``, prompts are off.
     if kind is None or not peft_model.has_active_enabled_adapter:
         return batch
     ids = batch.get("input_ids")
@@ -191,15 +192,15 @@ def in_front(plan: Plan, peft_model: Any, batch: Batch) -> Batch:
     strange += ["attention_mask [b, heads, s, s]"] if mask is not None and mask.ndim != 2 else []
     if ids is None or strange:
         raise ConfigError(
-            "a batch behind a prompt must have input_ids, labels and attention_mask [b, s], got "
-            f"{', '.join(strange or batch)}: leave others out, and do not pack documents into rows"
+            "a batch for a model with a prompt must have input_ids, labels and attention_mask [b, s], got "
+            f"{', '.join(strange or batch)}: leave other fields out, and do not pack documents into rows"
         )
     if kind == PREFIX or plan.lookup_shape is None:
         return batch
     count = tokens_in_front(plan, peft_model)
     known = plan.lookup_shape[0]
     virtual = torch.arange(known, known + count, device=ids.device, dtype=ids.dtype)
-    # Tokens outside of the vocabulary stay outside.
+    # Ids outside of the vocabulary must not become ids of the prompt.
     shown = torch.where(ids >= known, ids + count, ids)
     longer = {**batch, "input_ids": torch.cat((virtual.expand(len(ids), count), shown), 1)}
     for name, filler in (("labels", _IGNORED), ("attention_mask", 1)):
@@ -209,7 +210,7 @@ def in_front(plan: Plan, peft_model: Any, batch: Batch) -> Batch:
 
 
 def install_prompts(runtime: Runtime, peft_model: Any) -> None:
-    """Let the model compute behind its prompt, and PEFT's model around it call it as it is."""
+    """Make the model's ``forward`` apply the prompt, and make PEFT's model only call the base model."""
     model = runtime.model
     plan = runtime.plan
     kind = prompt_of(plan)
@@ -240,7 +241,7 @@ def install_prompts(runtime: Runtime, peft_model: Any) -> None:
     @contextmanager
     def disable_adapter() -> Iterator[None]:
         with type(peft_model).disable_adapter(peft_model):
-            peft_model.forward = call  # PEFT's would call the model past its hooks
+            peft_model.forward = call  # PEFT's own forward would bypass the model's hooks
             yield
 
     model.forward = behind
@@ -250,7 +251,7 @@ def install_prompts(runtime: Runtime, peft_model: Any) -> None:
 
 
 def _tokens(runtime: Runtime, peft_model: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return what looks up the ids of a pass: rows of the prompt among those of the lookup."""
+    """Return the function that replaces ``input_ids`` by embeddings: rows of the prompt, or of the input embedding."""
     shape = runtime.plan.lookup_shape
     assert shape is not None
     known = shape[0]
@@ -269,7 +270,7 @@ def _tokens(runtime: Runtime, peft_model: Any) -> Callable[[dict[str, Any]], dic
 
 
 def _prefix(runtime: Runtime, peft_model: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return what puts keys and values of this rank's heads in front of those of a pass."""
+    """Return the function that adds the prefix's keys and values of this rank's heads to the arguments of a pass."""
     plan = runtime.plan
     config = peft_model.active_peft_config
     heads = int(config.num_attention_heads)
@@ -288,8 +289,8 @@ def _prefix(runtime: Runtime, peft_model: Any) -> Callable[[dict[str, Any]], dic
         modules = runtime.model.modules()
         if any(getattr(module, "gradient_checkpointing", False) for module in modules):
             raise ConfigError(
-                "gradient checkpointing must be off behind a prefix, whose keys it would be put behind again: leave "
-                "it out"
+                "gradient checkpointing must be off with a prefix, because recomputation would add its keys twice: "
+                "leave it out"
             )
         rows = len(given["input_ids"])
         with ExitStack() as stack:

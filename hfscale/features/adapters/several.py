@@ -89,8 +89,8 @@ def directories_of(names: Sequence[str], target: Path) -> dict[str, Path]:
 
 
 def config_in_state(place: str) -> str:
-    """Return the name of an adapter's config in a state, which has no directories; ``place``, where the adapter's
-    directory would be, is the empty string for a model's only one.
+    """Return the name of an adapter's config file in a state. A state has no directories, so ``place``, the name of the
+    adapter's directory, becomes a prefix; it is empty for a model's only adapter.
     """
     return f"{place}.{ADAPTER_CONFIG}" if place else ADAPTER_CONFIG
 

@@ -250,7 +250,7 @@ def check_config(config: Any) -> None:
 
 
 def _why_no_prompt(config: Any) -> str | None:
-    """Return the option of a prompt's config that is not known to be right over ranks, and what to do about it."""
+    """Return the option of a prompt's config that is not supported over ranks, with the remedy."""
     if not config.is_prompt_learning:
         return None
     if str(getattr(config, "encoder_reparameterization_type", "")).endswith("LSTM"):
@@ -346,9 +346,8 @@ def load_adapter(
     """
     if is_computed(whole, name):
         raise CheckpointError(
-            f"{path} must contain the encoder that computes a prompt, so that it can be trained, got the prompt alone, "
-            "which is all that PEFT writes: load a state of the run (hfscale.load_state), or load the prompt with PEFT "
-            "to compute with it"
+            f"{path} must hold the encoder of a prompt that is to be trained, got the prompt alone, which is all that "
+            "PEFT writes: load a state of the run (hfscale.load_state), or load the prompt with PEFT for inference"
         )
     stored = _read_weights(path)
     for key in read_fixed(whole, name, stored, path):

@@ -221,7 +221,7 @@ def _refuse_unknown_operators(draft: Draft) -> None:
 
 
 def recomputes(model: Planned) -> bool:
-    """Return whether modules run again in the backward pass."""
+    """Return whether modules are recomputed in the backward pass."""
     return model.plan.feature(RecomputePlan) is not None
 
 

@@ -23,17 +23,17 @@ def scales_loss(model: Planned) -> bool:
 
 
 def replaces_kernels(model: Planned) -> bool:
-    """Return whether modules compute by Liger's kernels."""
+    """Return whether modules are replaced by Liger's kernels."""
     return model.options.use_liger_kernel is not False
 
 
 def copies_parameters(model: Planned) -> bool:
-    """Return whether modules compute with copies of parameters in 16 bits; FSDP2 makes its own over data ranks."""
+    """Return whether modules compute with 16-bit copies of parameters; over data ranks FSDP2 makes such copies."""
     options = model.options
     in_stages = model.plan.stages is not None and options.mixed_precision != "no"
     return model.plan.layout.data_world == 1 and (options.casts_parameters or in_stages)
 
 
 def computes_in_16_bits(model: Planned) -> bool:
-    """Return whether forward passes have another precision than the weights."""
+    """Return whether forward passes compute in another dtype than the weights'."""
     return model.options.mixed_precision != "no"

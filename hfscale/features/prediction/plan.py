@@ -14,7 +14,7 @@ from ...plan.drafting.draft import Draft, Planned
 
 IDS = "mtp_input_ids"
 TARGETS = "mtp_labels"
-"""Arguments of a pass, ``[b, depths, s]``, which the stock model never sees."""
+"""Arguments of a forward pass, ``[b, depths, s]``, that are not passed to the stock model."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Plan which weights a frozen base holds in 4 or 8 bits, or as stored; refuse what cannot be before any is read."""
+"""Plan which weights a frozen base holds in 4 or 8 bits, or as stored; check this before any is read."""
 
 import importlib
 from collections.abc import Callable, Iterator

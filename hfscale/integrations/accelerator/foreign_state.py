@@ -3,7 +3,7 @@
 model.safetensors, pytorch_model.bin     or pytorch_model_fsdp_0/     the model's weights
 optimizer.bin                            or optimizer_0/              moments and groups
 scheduler.bin, scheduler_1.bin                                        schedules
-random_states_0.pkl                                                   streams, if each process had one of our batches
+random_states_0.pkl                                                   random streams, if one per distinct batch
 sampler.bin                                                           the order of data: not read
 """
 
@@ -60,11 +60,14 @@ def load_accelerates(
 
 
 def _restore_streams(runtime: Runtime, directory: Path) -> bool:
-    """Restore the random streams of the process that had this rank's batches; return whether each batch had one."""
+    """Restore the random streams of the process that had this rank's batches; return whether it did.
+
+    Streams are restored only if the directory has as many processes' streams as there are distinct batches.
+    """
     mesh = runtime.mesh
     if len(list(directory.glob(f"{_STREAMS}_*.pkl"))) != mesh.batch_world:
         return False
-    # Accelerate's own reads by its list of allowed types.
+    # Accelerate's own ``load`` reads only the types on its list of allowed types.
     written = load(directory / f"{_STREAMS}_{mesh.batch_rank}.pkl", map_location="cpu")
     given = (written["random_state"], written["numpy_random_seed"], written["torch_manual_seed"])
     devices = written.get("torch_cuda_manual_seed") or [None]
@@ -72,7 +75,7 @@ def _restore_streams(runtime: Runtime, directory: Path) -> bool:
     restore_random_states(mesh, states, place_among(mesh, of_batches=True))
     if runtime.streams is not None:
         runtime.streams.agreed = (
-            True  # or the first step would draw others for all but the first batch
+            True  # otherwise the first step would reseed all batches' streams except the first's
         )
     return True
 

@@ -104,7 +104,7 @@ class FusedHead:
         shifted = kwargs.get("shift_labels")
         wanted: Tensor = kwargs["labels"] if shifted is None else shifted
         if shifted is None:
-            # Scores are of a prompt's tokens, too, which nobody labels.
+            # There are scores for a prompt's tokens too, which have no labels.
             front = scores.log_probs.shape[1] - wanted.shape[1]
             wanted = nn.functional.pad(wanted, (front, 0), value=-100)[:, 1:]
         scored = {

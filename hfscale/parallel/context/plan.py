@@ -190,5 +190,5 @@ def _share_out_heads(draft: Draft, size: int, heads: int, keys: int) -> int:
 
 
 def cuts_sequences(model: Planned) -> bool:
-    """Return whether context ranks hold parts of the same sequences."""
+    """Return whether sequences are sharded over context ranks."""
     return model.plan.layout.cp > 1

@@ -1,4 +1,4 @@
-"""Put this rank's weights into a model on the meta device."""
+"""Load this rank's weights into a model on the meta device."""
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -16,7 +16,7 @@ class UnshardedWeights(Part):
     """Fill a model that no data axis shards."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Materialize tensors on the meta device, after all that reads or changes local sizes."""
+        """Materialize tensors on the meta device, after every part that reads or changes local sizes."""
         if weights is not None:
             install_local_weights(runtime.model, weights.tensors, runtime.plan, runtime.mesh)
 

@@ -75,7 +75,7 @@ def has_mixtures(model: Planned) -> bool:
 
 
 def exchanges_tokens(model: Planned) -> bool:
-    """Return whether tokens may travel to experts, or are asked to be routed in ways of ours."""
+    """Return whether ranks may exchange tokens for experts, or options choose hfscale's own routing."""
     return has_mixtures(model) or model.options.routing is not None
 
 

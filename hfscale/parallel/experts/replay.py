@@ -258,7 +258,7 @@ def record_routes(model: nn.Module) -> AbstractContextManager[list[Tensor]]:
         ConfigError: the model's routers do not choose by one top-k, or ``routing=`` replaces their choice.
     """
     runtime = runtime_of(model)
-    # Without mixtures there is none, and a new one says why.
+    # A model without mixtures has no replay; a new one raises the reason.
     return (runtime.part(RouteReplay) or RouteReplay()).record(runtime)
 
 

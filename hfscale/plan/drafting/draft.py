@@ -25,7 +25,7 @@ Ranks = Mapping[int, int] | Sequence[int]  # stage -> the pipeline rank that hol
 
 
 class Planned(Protocol):
-    """A model with its plan and options: what says which features run in it."""
+    """Hold a model with its plan and options, from which parts decide whether they are needed."""
 
     model: Any
     plan: Plan

@@ -112,7 +112,7 @@ class Microbatch(dict[str, Any]):
 
 
 def in_prepared_pass() -> bool:
-    """Return whether the model is called for a microbatch of a step, and not by a loop of the user's."""
+    """Return whether a step calls the model for a microbatch, not a loop of the user's."""
     return _PREPARED.get()
 
 

@@ -290,7 +290,7 @@ class AdapterAxis(Protocol):
         ...
 
     def tokens_in_front(self, runtime: "Runtime") -> int:
-        """Return how many tokens a prompt puts in front of each row."""
+        """Return how many tokens a prompt adds in front of each row."""
         ...
 
 
