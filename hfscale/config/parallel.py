@@ -18,7 +18,9 @@ from .schedules import schedule_of
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 """Mesh axes, outermost first. Neighbouring ranks belong to the axis that communicates most (tensor)."""
 
-UNCUT_SEQUENCES = "cp_size=1"  # remedy in error messages if sequences must not be sharded
+UNCUT_SEQUENCES = (
+    "cp_size=1"  # the option that error messages recommend if sequences must not be sharded
+)
 
 _ENVIRONMENT = "PARALLELISM_CONFIG_"
 
@@ -160,7 +162,7 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
 
     @property
     def flushes(self) -> bool:
-        """Whether a step ends after the backward passes of all its own microbatches, like in one process."""
+        """Whether the pipeline schedule has a flush: a step ends after the backward passes of all its own microbatches."""
         return self.pp == 1 or schedule_of(self.pipeline_schedule).flushes
 
     def size(self, axis: str) -> int:
@@ -184,7 +186,9 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
 
     @property
     def expert_batches(self) -> int:
-        """The number of distinct batches whose tokens are sent to the same experts; 1 if ``ep_size`` is 1."""
+        """The number of data-parallel batches whose tokens are sent to the same copy of an expert; 1 if ``ep_size`` is
+        1.
+        """
         return self.ep * self.expert_tp // self.tp if self.ep > 1 else 1
 
     @property
@@ -229,7 +233,9 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
         """Return :meth:`describe`; with several stages, also the schedule, stages and microbatches."""
         if self.pp == 1:
             return self.describe()
-        name = Path(str(self.pipeline_schedule)).name  # of a file, only its name
+        name = Path(
+            str(self.pipeline_schedule)
+        ).name  # a schedule's file is described by its name alone
         count = f", {self.num_microbatches} microbatches" if self.num_microbatches else ""
         return f"{self.describe()}, {name} over {self.pp * int(self.virtual_stages or 1)} stages{count}"
 

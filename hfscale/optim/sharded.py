@@ -157,7 +157,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _on_its_device(value: Any, group: dict[str, Any], device: torch.device) -> Any:
-    """Return a state tensor on ``device``; step counters stay on the CPU unless the optimizer needs them on the
+    """Return a state tensor on ``device``. Step counters stay on the CPU unless the optimizer needs counters on the
     device.
     """
     if not isinstance(value, Tensor) or (

@@ -41,7 +41,7 @@ numbers.
 _SCALES = "absmax"
 _TABLES = "qmap"
 
-# Makes the stock optimizer over parameter groups.
+# Function that makes the stock optimizer over parameter groups.
 Stock = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 _CHUNK = 1 << 20  # entries that are rounded at a time; a random number takes 8 bytes
 _LOW = (1 << 16) - 1
@@ -206,7 +206,7 @@ class OneByOneStepper(LocalStepper):
         for inner in self._inners:
             inner.release()
             optimizer: Any = inner.optimizer
-            # All optimizers use the same tables of bitsandbytes' 8-bit values.
+            # All stock optimizers share the same tables of bitsandbytes' 8-bit values.
             if not full and hasattr(optimizer, "name2qmap"):
                 first: Any = self._inners[0].optimizer
                 optimizer.name2qmap = first.name2qmap
@@ -253,7 +253,9 @@ class OneByOneStepper(LocalStepper):
         )
 
     def _write(self, member: Member, stepped: Tensor, groups: Groups) -> None:
-        """Write this rank's shard of ``stepped`` into the weight; the copy from pinned memory is asynchronous."""
+        """Write this rank's shard of the updated weight ``stepped`` into the weight; the copy from pinned memory is
+        asynchronous.
+        """
         planned = member.planned
         weight = member.weight
         aside = self._aside
@@ -290,8 +292,8 @@ def places_of(
     ranks: dict[str, int],
     device: torch.device,
 ) -> list[Tensor]:
-    """Return, per dim, one term for each index of the shard at ``ranks``. The sum of an entry's terms over all dims is
-    the entry's flat index in the full tensor.
+    """Return, per dim, one number for each index along the dim of the shard on the rank at coordinates ``ranks``. The
+    sum of an entry's numbers over all dims is the entry's flat index in the full tensor.
     """
     spans = share_spans(planned.shape, planned.cuts, ranks)
     strides = [prod(planned.shape[dim + 1 :]) for dim in range(len(planned.shape))]

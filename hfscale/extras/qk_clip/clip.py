@@ -81,7 +81,7 @@ class LargestScores:
         return largest
 
     def drop(self) -> None:
-        """Forget the scores since the last step, if that step is skipped."""
+        """Discard the scores collected since the last step; called when the current step is skipped."""
         self._found = {}
 
     @torch.no_grad()

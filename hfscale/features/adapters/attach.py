@@ -86,7 +86,9 @@ class Adapters(Part):
         return list(self.whole.peft_config)
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Connect adapters over tensor ranks; installed after the edges of blocks."""
+        """Install the communication between tensor ranks that adapters need, after the communication of tensor-parallel
+        blocks.
+        """
         runtime.adapters = self
         self.apart = install_adapter_edges(runtime)
         install_prompts(runtime, self.peft_model)
@@ -130,11 +132,11 @@ class Adapters(Part):
         return keys | {key: f"buffers/{name}" for key, name in fixed.items()}
 
     def in_front(self, runtime: Runtime, batch: Batch) -> Batch:
-        """Return a batch with the tokens of a prompt in front of its rows, if the model has one."""
+        """Return the batch with the prompt's tokens before every row, or unchanged if the model has no prompt."""
         return in_front(runtime.plan, self.peft_model, batch)
 
     def tokens_in_front(self, runtime: Runtime) -> int:
-        """Return how many tokens a prompt puts in front of each row."""
+        """Return how many tokens the prompt adds before each row; 0 without a prompt."""
         return tokens_in_front(runtime.plan, self.peft_model)
 
     def buffer_names(self) -> dict[str, str]:
@@ -237,7 +239,7 @@ def _keep(
     for parameter, share in made.items():
         kept: Any = shares.get(
             parameter
-        )  # a trained weight of the model, which may be on another stage
+        )  # a weight of the model that trains with the adapters; may be on another stage
         if kept is None:
             kept = parameter_at(model, names[parameter])
         shares[parameter] = share.to(kept.dtype)
@@ -251,7 +253,7 @@ def _around_local(
     held: Sequence[AdapterParameter],
     beside: Adapters | None,
 ) -> Any:
-    """Return PEFT's model around this rank's ``model``, with ``held``, the adapters of its modules."""
+    """Return PEFT's model around this rank's ``model``, with the adapters ``held``: those of modules on this rank."""
     if config.is_prompt_learning:
         return around_local(model, whole, name, held)
     here = narrowed(config, *targets_of(held))
@@ -322,7 +324,7 @@ def _type_of(
     encoding = encodings_of(module).get(attribute)
     kept = shares[plan.by_name[adapter.base].tied_to or adapter.base]
     base = kept.dtype if encoding is None else encoding.dtype
-    # PEFT leaves factors beside quantized weights in 32 bits.
+    # PEFT leaves the factors of quantized weights in 32 bits.
     return type_beside(base, adapter.kept_in, autocast or encoding is not None)
 
 

@@ -28,7 +28,7 @@ def plan_memory(draft: Draft) -> None:
     _plan_compression(draft)
     config = text_config(draft.config)
     heads = counts(config, ("decoder_attention_heads",)) or counts(config, HEAD_FIELDS)
-    # requested, or the family's only implementation
+    # eager attention, because it is requested or the family has no other implementation
     if heads and implementation_of(config) == "eager":
         draft.features.append(ScoresPlan(max(heads)))
     given = asked.recompute
@@ -183,8 +183,8 @@ def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _refuse_other_attention(draft: Draft) -> None:
-    """Add a problem to ``draft`` for sharded sequences, and for models whose attention is not looked up in
-    ``ALL_ATTENTION_FUNCTIONS``, where selective recomputation replaces it.
+    """Add a problem to ``draft`` for sharded sequences, and for models that do not look up attention in
+    ``ALL_ATTENTION_FUNCTIONS``, because selective recomputation replaces attention in this table.
     """
     if draft.layout.cuts_sequences:
         draft.problem(

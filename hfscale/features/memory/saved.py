@@ -95,7 +95,7 @@ class SavedCounter:
         modules = dict(model.named_modules())
         head_module = modules.get(head) if head is not None else None
         weight = None if head_module is None else next(head_module.parameters(recurse=False), None)
-        # Shape of the head's weight when it is gathered over the data ranks.
+        # Shape of the head's weight after this weight is gathered over the data ranks.
         self.head_shape = () if weight is None else tuple(weight.shape)
         # No hooks on modules inside an adapter's wrapper: with such a hook, PEFT's own code would run.
         inside = {

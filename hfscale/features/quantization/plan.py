@@ -1,4 +1,5 @@
-"""Plan which weights a frozen base holds in 4 or 8 bits, or as stored; refuse what cannot be before any is read."""
+"""Plan which weights a frozen base model holds in 4 or 8 bits, or in the checkpoint's own format. Raise for unsupported
+options before any weight is read."""
 
 import importlib
 from collections.abc import Callable, Iterator

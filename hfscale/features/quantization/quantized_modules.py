@@ -1,7 +1,8 @@
 """Check and plan a frozen base model in 4 or 8 bits, and dequantize its weights, in any layout.
 
-``quantization_config=BitsAndBytesConfig(...)`` is transformers' own. :mod:`.plan` chooses weights, and checks them
-before any is read, :mod:`.arrival` quantizes them while they are loaded, and here they are read from their modules.
+``quantization_config=BitsAndBytesConfig(...)`` is transformers' own. :mod:`.plan` chooses and checks the
+weights before any weight is read, and :mod:`.arrival` quantizes the weights while they are loaded. This module returns
+quantized weights of loaded modules.
 """
 
 from collections.abc import Iterator
@@ -69,8 +70,8 @@ def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
 
 
 def beside_quantized(model: nn.Module) -> Iterator[Any]:
-    """Yield the tensors that are needed to dequantize ``model``'s weights, like scales; ``None`` for missing
-    tensors.
+    """Yield the tensors, like scales, that are needed in addition to the quantized values to dequantize ``model``'s
+    weights; ``None`` for missing tensors.
     """
     for module in model.modules():
         if type(module).__name__ == ROWS:
