@@ -162,7 +162,7 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
 
     @property
     def flushes(self) -> bool:
-        """Whether the pipeline schedule has a flush: a step ends after the backward passes of all its own microbatches."""
+        """Whether the schedule has a flush: a step ends after the backward passes of all its own microbatches."""
         return self.pp == 1 or schedule_of(self.pipeline_schedule).flushes
 
     def size(self, axis: str) -> int:

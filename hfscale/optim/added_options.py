@@ -1,5 +1,6 @@
 """Split off the options that extensions add to optimizers. Each option makes steppers (objects that update parameters)
-that run after the optimizer's own steppers."""
+that run after the optimizer's own steppers.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

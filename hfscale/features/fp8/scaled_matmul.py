@@ -245,7 +245,7 @@ class Float8Products(Products):
         along: int,
         by_columns: bool = False,
     ) -> _Scaled:
-        """Return ``matrix`` in 8 bits. ``along`` is the contracted dim; each row along this dim has one rowwise scale."""
+        """Return ``matrix`` in 8 bits. ``along`` is the contracted dim; each row along it has one rowwise scale."""
         scale = self._scale(name, matrix, along if self.rowwise else None)
         dtype = self._dtype_of(name)
         data = (

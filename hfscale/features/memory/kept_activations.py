@@ -41,17 +41,17 @@ from .stored import Compressed, OnHost, Stored
 class LayerPass:
     """Pack and unpack the tensors that a layer saves in one forward pass, except parameters.
 
-        Tensors with one number per row of a previously saved tensor are kept exact, because such numbers normalize rows:
-        the log-sum-exps of attention (minus infinity if a query reads no key), or the statistics of a norm. Attention and
-        norms save the rows before these numbers.
+    Tensors with one number per row of a previously saved tensor are kept exact, because such numbers normalize rows:
+    the log-sum-exps of attention (minus infinity if a query reads no key), or the statistics of a norm. Attention and
+    norms save the rows before these numbers.
 
-        Args:
-            store: function that stores a saved tensor. Called with the tensor and whether it must stay exact; returns
-    ``None`` to leave the tensor unchanged.
-            before: the forward pass through the previous layer, for prefetching.
-            beside: tensors that other layers receive too; they stay on the device. If they have four dims, they may be
-    masks ``[b, heads or 1, queries, keys]``, so saved tensors of the same shape are kept exact: attention may
-    save a mask in another dtype, and no common scale represents both infinities and biases.
+    Args:
+        store: function that stores a saved tensor. Called with the tensor and whether the tensor must stay exact;
+            returns ``None`` to leave the tensor unchanged.
+        before: the forward pass through the previous layer, for prefetching.
+        beside: tensors that other layers receive too; they stay on the device. If they have four dims, they may be
+            masks ``[b, heads or 1, queries, keys]``, so saved tensors of the same shape are kept exact: attention may
+            save a mask in another dtype, and no common scale represents both infinities and biases.
     """
 
     def __init__(

@@ -236,7 +236,7 @@ class Operator:
 
 
 class Recipe:
-    """Stand for a saved tensor: its memory, its layout in this memory, and all memory that may be read to recompute it."""
+    """Stand for a saved tensor: its memory, its layout in the memory, and all memory that recomputation may read."""
 
     def __init__(self, filled: Filled, layout: Layout, needed: Sequence[Filled]) -> None:
         self._filled = filled

@@ -1,5 +1,6 @@
 """Plan which weights a frozen base model holds in 4 or 8 bits, or in the checkpoint's own format. Raise for unsupported
-options before any weight is read."""
+options before any weight is read.
+"""
 
 import importlib
 from collections.abc import Callable, Iterator
