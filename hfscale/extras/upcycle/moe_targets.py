@@ -65,10 +65,10 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)  # further fields: ``norm_topk_prob``
     # The target's field that makes every n-th layer a mixture; ``None``: all layers are mixtures.
     every_field: str | None = None
-    # fields that only the dense family has, and their values without effect; ``None``: any value
+    # fields that only the dense family has -> the value with which the field has no effect; ``None``: any value
     neutral: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
     kept: tuple[str, ...] = ()  # fields that the target reads without declaring them
-    # Whether the target has one sliding window for all layers, whatever their types.
+    # Whether the target applies one sliding window to all layers, even if the config lists several layer types.
     one_window: bool = False
     shared: SharedExpert | None = None  # the target's shared expert
 
