@@ -18,9 +18,7 @@ from .schedules import schedule_of
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 """Mesh axes, outermost first. Neighbouring ranks belong to the axis that communicates most (tensor)."""
 
-UNCUT_SEQUENCES = (
-    "cp_size=1"  # the option that error messages recommend if sequences must not be sharded
-)
+UNCUT_SEQUENCES = "cp_size=1"  # remedy in error messages if sequences must not be sharded
 
 _ENVIRONMENT = "PARALLELISM_CONFIG_"
 
@@ -235,7 +233,7 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
             return self.describe()
         name = Path(
             str(self.pipeline_schedule)
-        ).name  # a schedule's file is described by its name alone
+        ).name  # a file of a schedule is described by its name
         count = f", {self.num_microbatches} microbatches" if self.num_microbatches else ""
         return f"{self.describe()}, {name} over {self.pp * int(self.virtual_stages or 1)} stages{count}"
 

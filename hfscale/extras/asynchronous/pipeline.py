@@ -145,7 +145,7 @@ class AsynchronousPipeline(Pipeline):
         ]
 
     def agrees(self, train: bool) -> bool:
-        """Return whether stages exchange reports in this step, which is possible only without microbatches in flight."""
+        """Return whether stages exchange reports in this step: only possible without microbatches in flight."""
         return not train or not self._calls
 
     def run(
@@ -154,9 +154,8 @@ class AsynchronousPipeline(Pipeline):
         """Run one call. Return, on all stages, the loss of the batch whose gradients have reached the first stage: the
         batch of ``p - 1`` calls ago (PipeDream) or of the last call (2BW); nan while the pipeline fills.
         """
-        if (
-            not backward
-        ):  # an evaluation uses separate workers, so that microbatches in flight stay untouched
+        # an evaluation uses separate workers, so that microbatches in flight stay untouched
+        if not backward:
             with attribute_replaced(self, "workers", self._evaluators):
                 return super().run(model, batches, objective, backward=False)
         loss = self._call(batches, objective)

@@ -113,9 +113,8 @@ def as_transformers(file: GgufFile, model: Any) -> dict[str, TensorOnDisk]:
 def _warn_of_rotary(file: GgufFile, config: Any, factors: bool) -> None:
     """Warn if the file scales rotary embeddings, by ``factors`` or by its fields, but the config does not."""
     told = getattr(config, "rope_parameters", None) or {}
-    inner = [
-        each for each in told.values() if isinstance(each, Mapping)
-    ]  # one mapping per kind of layer
+    # one mapping per kind of layer
+    inner = [each for each in told.values() if isinstance(each, Mapping)]
     kinds = {each.get("rope_type", "default") for each in (inner or [told])}
     if (file.scaling != "none" or factors) and kinds == {"default"}:
         _log.warning(

@@ -27,10 +27,8 @@ from .gguf_file import SUFFIX, GgufFile, begins_like_one
 from .gguf_names import BY_SLICES, as_transformers
 
 _log = logging.getLogger(__name__)
-_NOT_OF_FILES = (
-    "subfolder",
-    "trust_remote_code",
-)  # the HUB_ARGUMENTS that do not apply to GGUF files
+# The HUB_ARGUMENTS that do not apply to GGUF files.
+_NOT_OF_FILES = ("subfolder", "trust_remote_code")
 
 
 @dataclass(frozen=True)

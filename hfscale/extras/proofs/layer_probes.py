@@ -158,9 +158,8 @@ class PassageProbe(Probe):
         self._stream: Tensor | None = None  # hidden states of the last layer
         # Tensor -> the items that it depends on; "" means that it depends on layers.
         self._sources = WeakTensorKeyDictionary()
-        self._offered: list[
-            Tensor
-        ] = []  # tensors that earlier layers have written into a mapping that this layer gets
+        # tensors that earlier layers have written into a mapping that this layer gets
+        self._offered: list[Tensor] = []
         self._calling: list[str] = []
         self._uses: dict[int, str] = {}  # id of a parameter -> the only item with it
         for item in items:

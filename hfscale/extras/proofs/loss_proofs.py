@@ -1,8 +1,8 @@
 """Prove whether a model's loss is that of causal language models, or a mean over rows or over labels.
 
 The name of a loss proves nothing: some classes use the causal loss under another name, and some classes use its name
-but shift labels themselves, or add to the loss. Also prove that a model separates the documents of a row: a tiny clone must
-compute the same for the row as for each document alone.
+but shift labels themselves, or add to the loss. Also prove that a model separates the documents of a row: a tiny clone
+must compute the same for the row as for each document alone.
 """
 
 from collections.abc import Iterator

@@ -75,9 +75,8 @@ class Hosts:
                 target = ranks[number % len(ranks)]
                 content = None
                 if mesh.rank == target:
-                    with (
-                        (directory / name).open("wb") as file
-                    ):  # reserve the memory, so that full memory is an error here, not a signal later
+                    # Reserve the memory: if memory is full, this is an error now instead of a signal later.
+                    with (directory / name).open("wb") as file:
                         if files[name].size:
                             os.posix_fallocate(file.fileno(), 0, files[name].size)
                 if files[name].size and mesh.rank in (source, target):
@@ -85,9 +84,8 @@ class Hosts:
                     size = files[name].size
                     content = torch.from_file(path, mesh.rank == target, size, dtype=torch.uint8)
                 transfers.append((content, source, target))
-        mesh.all_gather_object(
-            None
-        )  # wait for all ranks, so that no rank sends to a rank without enough memory
+        # Wait for all ranks, so that no rank sends to a rank without enough memory.
+        mesh.all_gather_object(None)
         moves: list[Any] = []
         for tag, (content, source, target) in enumerate(transfers):
             if content is not None:

@@ -18,10 +18,8 @@ from .candidate_blocks import CandidateBlock
 from .forward_trace import Trace
 from .subject import Subject
 
-_MOST_LOCAL = (
-    4  # most integer attributes (like ``num_heads``) of one block that become sizes of a rank
-)
-_MOST_READ = 7  # if more attributes may become local, only attributes with the names of heads and widths are tried
+_MOST_LOCAL = 4  # most integer attributes of one block that become a rank's sizes (``num_heads``)
+_MOST_READ = 7  # if more may become local, only attributes named like heads and widths are tried
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "kv_heads")
 Parts = dict[str, int | Callable[[Any], tuple[int, ...]]]
 

@@ -304,9 +304,8 @@ def _that_draw(subject: Subject, blocks: dict[str, Block]) -> set[str]:
     ) -> None:
         now = torch.random.get_rng_state()
         drawn = not torch.equal(states.get(block, now), now)
-        if (
-            drawn or not args[0].any()
-        ):  # dropout with probability 1 zeroes all entries without random numbers
+        # dropout with probability 1 zeroes all entries without drawing random numbers
+        if drawn or not args[0].any():
             drawing.add(path)
 
     modules = dict(subject.model.named_modules())
