@@ -231,9 +231,8 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
         """Return :meth:`describe`; with several stages, also the schedule, stages and microbatches."""
         if self.pp == 1:
             return self.describe()
-        name = Path(
-            str(self.pipeline_schedule)
-        ).name  # a file of a schedule is described by its name
+        # a file of a schedule is described by its name alone
+        name = Path(str(self.pipeline_schedule)).name
         count = f", {self.num_microbatches} microbatches" if self.num_microbatches else ""
         return f"{self.describe()}, {name} over {self.pp * int(self.virtual_stages or 1)} stages{count}"
 
