@@ -2,7 +2,7 @@
 
 The update is the momentum, replaced by the nearest orthogonal matrix. Momentum is elementwise and sharded like the
 gradient. The orthogonal matrix needs the full matrix: one of the ranks that hold shards or replicas of a matrix gets
-all its shards, orthogonalizes the matrix, and sends each rank its shard of the result. This takes two all-to-alls per
+all shards, orthogonalizes the matrix, and sends each rank its shard of the result. This takes two all-to-alls per
 axis for all matrices together (one for replicas), in bfloat16. Matrices are assigned to ranks by cost::
 
     4 matrices over 2 ranks     rank 0: [a0 b0 c0 d0]  -->  [a0 a1] [d0 d1]  -->  [a0' b0' c0' d0']
@@ -90,7 +90,7 @@ class Matrix:
     """
 
     member: Member
-    # Index among this rank's matrices of a stack; empty for a parameter that is a matrix
+    # Index of the matrix among this rank's matrices of a stack; empty for a parameter that is a matrix itself
     index: tuple[int, ...]
     shape: tuple[int, int]  # global rows and columns
     cuts: tuple[Cut, ...]
@@ -143,7 +143,7 @@ class MuonStepper(Stepper):
         axes = {cut.axis for matrix in every for cut in matrix.cuts}.union(
             *(matrix.free for matrix in every)
         )
-        # The last cut, over the data axes, is undone first.
+        # Gather over the last cut (the data axes) first.
         self._axes = [
             axis
             for axis in sorted(axes, key=lambda axis: (axis in MODEL_AXES, axis))

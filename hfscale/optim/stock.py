@@ -55,8 +55,9 @@ _MIX = (
 
 @dataclass(frozen=True)
 class Aside:
-    """Describe how weights are copied to be stepped: to ``device``, and, if ``seed`` is given, in float32 instead of
-    bfloat16. ``seed`` is the seed of the stochastic rounding when a bfloat16 weight is written back.
+    """Describe the copies of weights that the optimizer updates: they are on ``device`` and, if ``seed`` is given, in
+    float32 instead of bfloat16. ``seed`` seeds the stochastic rounding with which the result is written back to a
+    bfloat16 weight.
     """
 
     device: torch.device
@@ -138,9 +139,11 @@ class StockOverStandIns:
 
 
 class LocalStepper(Stepper):
-    """Step shards in place, by elementwise optimizers, or by blockwise optimizers if shards consist of whole blocks."""
+    """Update shards in place: with elementwise optimizers, or with blockwise optimizers if shards consist of whole
+    blocks.
+    """
 
-    _full = False  # whether full tensors are stepped; then every rank has the full state
+    _full = False  # whether full tensors are updated, so that every rank has the full state
 
     def __init__(
         self,

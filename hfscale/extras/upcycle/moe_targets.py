@@ -170,7 +170,9 @@ def find_family(config: PreTrainedConfig) -> Family:
 def upcycled_config(
     config: PreTrainedConfig, *, num_experts: int, top_k: int, every: int
 ) -> PreTrainedConfig:
-    """Return the target's config: common fields are copied, others translated. Refuse with a list of all problems."""
+    """Return the target's config: common fields are copied, the remaining ones translated. Raise with a list of all
+    problems.
+    """
     family = find_family(config)
     problems = _arguments(config, family, num_experts, top_k, every)
     values: dict[str, Any] = config.to_dict()
@@ -242,7 +244,7 @@ def _one_window(
     family: Family,
     problems: list[str],
 ) -> dict[str, Any]:
-    """Return the sliding window that all layers share; refuse a model that mixes layers with and without a window."""
+    """Return the sliding window that all layers share; raise if the model mixes layers with and without a window."""
     kinds = set(config.layer_types)
     if len(kinds) > 1:
         problems.append(

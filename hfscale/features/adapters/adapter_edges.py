@@ -1,7 +1,8 @@
 """Install tensor parallelism for PEFT's adapters inside tensor-parallel blocks.
 
-A wrapper computes with local factors, and the projection inside it with a local weight; their sum is all-reduced, or
-stays sharded, at the block's edge. This module handles the remaining cases: gradients of replicated factors are partial
+A wrapper computes with local factors, and the projection inside the wrapper with a local weight. Their sum is
+all-reduced, or stays sharded, by the collective at the entry or exit of the tensor-parallel block. This
+module handles the remaining cases: gradients of replicated factors are partial
 and must be summed; DoRA needs the norms of full rows; and dropout before an adapter must draw equal masks on all ranks
 if its input is replicated, and different masks if it is sharded.
 """

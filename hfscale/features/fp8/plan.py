@@ -70,8 +70,8 @@ def _reason(draft: Draft, name: str, module: Any, leave_out: Any) -> str:
 
 
 def _refuse_parts(draft: Draft, chosen: tuple[str, ...]) -> None:
-    """Add problems for projections whose weight gradient is a sum over ranks, because fp8 would round each term instead
-    of the sum.
+    """Report problems (raised when the plan ``draft`` is complete) for projections whose weight gradient is a sum over
+    ranks: fp8 would round each term instead of the sum.
     """
     parts = dict[str, str]()
     whole = tuple(f"{name}." for feature in draft.features for name in feature.run_whole)

@@ -23,7 +23,7 @@ class _Saved:
     """Hold a saved tensor; autograd frees it with the node that saved it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        # without detach, a saved output would keep its own autograd node alive
+        # detach: an operation's saved output would otherwise keep the operation's autograd node alive
         self.tensor = tensor.detach()
 
 
@@ -140,7 +140,7 @@ class SavedCounter:
         return str(self._kept[key][2]) if key in self._kept else None
 
     def freed(self, key: int) -> None:
-        """Do nothing; subclasses handle a storage that is no longer saved."""
+        """Do nothing; subclasses override this method to handle a storage that is no longer saved."""
 
     def unpack(self, saved: _Saved) -> Tensor:
         """Return a saved tensor to the backward pass."""

@@ -80,8 +80,8 @@ def beside_quantized(model: nn.Module) -> Iterator[Any]:
 
 
 class StoredLinear(nn.Linear):
-    """Compute an ``nn.Linear`` whose ``weight`` is bytes as stored, ``uint8 [data ranks, bytes]``. The bytes are
-    decoded in each forward and backward pass.
+    """Compute an ``nn.Linear`` whose ``weight`` is held in the checkpoint's own bytes, ``uint8 [data ranks, bytes]``.
+    The bytes are decoded in each forward and backward pass.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,8 +103,8 @@ class StoredLinear(nn.Linear):
 
 
 def hold_quantized(model: nn.Module, name: str, encoding: Encoding) -> None:
-    """Make the module of parameter ``name`` compute with stored bytes, in the given ``encoding``; the parameter becomes
-    a tensor on the meta device.
+    """Make the module of parameter ``name`` compute with a checkpoint's bytes in the given ``encoding``. The parameter
+    becomes a meta tensor with the shape of the bytes.
     """
     module, attribute = owner_of(model, name)
     if isinstance(module, nn.Linear):

@@ -1,7 +1,7 @@
 """Prove a blueprint: threads act as tensor-parallel ranks, and must compute what one process computes, in float64.
 
 Every rank runs a copy of the model with its shards, forward and backward, in lockstep with the other ranks; ranks
-exchange tensors at the edges of blocks, like processes::
+exchange tensors at the edges (entries and exits) of tensor-parallel blocks, like processes::
 
     enter   forward: x itself              backward: the sum over the ranks
     leave   forward: the sum of all ranks  backward: the gradient itself
@@ -172,7 +172,7 @@ class _Group:
 
 
 class _RankModel:
-    """Hold one rank's copy of a model, with its shards and with edges at the blocks."""
+    """Hold one rank's copy of a model, with the rank's shards and with collectives at the edges of blocks."""
 
     def __init__(
         self,

@@ -143,7 +143,7 @@ class _Search:
         )
         few_keys = candidate.attends and guesses.key_heads < guesses.heads
         if few_keys and self.objection({path: inside}, 2 * guesses.key_heads):
-            # Several ranks cannot hold the same key/value head here, so plans refuse more ranks than key/value heads.
+            # Ranks cannot share a key/value head in this block, so there must not be more ranks than key/value heads.
             alone = replace(inside, key_value={})
             inside = inside if self.objection({path: alone}) else alone
         return inside

@@ -30,7 +30,9 @@ class Unproved(Exception):
 
 
 class Unplanned(Unproved):
-    """Raised if a plan refuses the clone itself, for example because its sizes do not divide over ranks."""
+    """Raised if the clone itself cannot be planned, for example because its sizes are not divisible by the number of
+    ranks.
+    """
 
 
 @dataclass
