@@ -1,8 +1,9 @@
 """Run bitsandbytes' optimizers (Dettmers et al. 2022) over shards, so that updates equal those of the full tensors.
 
-If bitsandbytes stepped every shard like a tensor of its own, two things would differ from one process:
+If bitsandbytes treated every shard as a separate tensor, two things would differ from one process:
 
-- whether the state has 8 bits. hfscale compares ``min_8bit_size`` with the size of the full tensor;
+- whether the state has 8 bits, which depends on the tensor's size. hfscale compares ``min_8bit_size`` with the size of
+  the full tensor;
 - the blocks of entries with a common scale. A shard that consists of whole blocks of the full tensor is stepped in
   place. Other parameters are gathered, and stepped as full tensors.
 """

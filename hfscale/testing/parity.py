@@ -97,7 +97,7 @@ class Case:
         vocabulary = vocabulary_of(self.config)
 
         def batch(step: int, rank: int, i: int) -> Batch:
-            # one microbatch has no labels; in the second step, no microbatch of the last rank has any
+            # one microbatch has no labels; in the second step, no microbatch of the last rank has labels
             masked = (step == 0 and rank == 0 and i == 1) or (
                 step == 1 and rank == batch_world - 1 > 0
             )

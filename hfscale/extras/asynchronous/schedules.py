@@ -28,13 +28,15 @@ def asynchronous_order(pp_size: int, num_microbatches: int, steps: int, *, every
 
 
 def _kept_by_pipedream(pp_size: int, rank: int) -> tuple[int, int]:
-    """Return the kept older versions of weights, one per microbatch in flight, and one set of gradients."""
+    """Return the number of kept older versions of weights, one per microbatch in flight, and of sets of gradients,
+    which is one (Narayanan et al. 2019).
+    """
     return pp_size - 1 - rank, 1
 
 
 def _kept_by_2bw(pp_size: int, rank: int) -> tuple[int, int]:
-    """Return the kept older versions of weights, at most one, and the kept sets of gradients, at most two: gradients of
-    a step wait for the end of the next step (Narayanan et al. 2021).
+    """Return the number of kept older versions of weights, at most one, and of sets of gradients, at most two, because
+    gradients of a step wait for the end of the next step (Narayanan et al. 2021).
     """
     return min(pp_size - 1 - rank, 1), min(pp_size, 2)
 

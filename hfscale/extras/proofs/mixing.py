@@ -307,7 +307,9 @@ def _compare(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> st
 
 
 def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> str:
-    """Compare again, with mixers that get whole sequences as in a run, for which their inputs need a token dim."""
+    """Compare again, with mixers that get full sequences, gathered as in a run; gathering needs inputs with a token
+    dim.
+    """
     mixers.begin()
     mixers.gathers = True
     tape = list[Tensor]()

@@ -2,9 +2,9 @@
 
 A wrapper computes with local factors, and the projection inside the wrapper with a local weight. Their sum is
 all-reduced, or stays sharded, by the collective at the entry or exit of the tensor-parallel block. This
-module handles the remaining cases: gradients of replicated factors are partial
-and must be summed; DoRA needs the norms of full rows; and dropout before an adapter must draw equal masks on all ranks
-if its input is replicated, and different masks if it is sharded.
+module handles the remaining cases: gradients of replicated factors are partial and must be summed; DoRA needs the norms
+of full rows; and dropout before an adapter must draw equal masks on all ranks if the input is replicated, and different
+masks if the input is sharded.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,9 @@
-"""Attach adapters to a model with local sizes, before parts are installed, with PEFT's own initial values in every
-layout.
+"""Attach adapters to a rank's model before communication is installed, with PEFT's own initial values.
 
 Every rank lets PEFT initialize the adapters of one full module at a time, on the CPU, in PEFT's order and with the same
-random numbers, and keeps its shard. Adapters of other pipeline stages are initialized, too, to advance the RNG. If
-initial values depend on the adapted weight (PiSSA, Meng et al. 2024; OLoRA, Buyukakyuz 2024; DoRA's magnitudes), the
-weight is gathered.
+random numbers, and keeps this rank's shard of the values. Adapters of other pipeline stages are initialized, too, to
+advance the RNG. If initial values depend on the adapted weight (PiSSA, Meng et al. 2024; OLoRA, Buyukakyuz 2024; DoRA's
+magnitudes), the weight is gathered.
 """
 
 import copy

@@ -294,7 +294,9 @@ def needs_weights(config: Any) -> bool:
 
 
 def starts_by_products(config: Any) -> bool:
-    """Return whether initial values are products with the weights, in any dtype, not decompositions of the weights."""
+    """Return whether initial values are computed by products with the weights, which exist in every dtype, and not by
+    decompositions of the weights.
+    """
     return getattr(config.peft_type, "value", config.peft_type) == "DEFT"
 
 

@@ -10,7 +10,7 @@
 A dispatch mode records the operators of the forward pass. Memory that is filled by an elementwise operator, a norm,
 softmax, a copy or dropout can be recomputed from the operator and its inputs. Memory that is filled by any other
 operator (matrix products, attention, communication) must be kept. For each tensor that autograd saves, a saved-tensor
-hook chooses the way that keeps fewer additional bytes: keep the tensor, or keep the inputs from which it is recomputed
+hook keeps either the tensor or the inputs from which it is recomputed, whichever takes fewer additional bytes
 (a cut of the graph, Chen et al. 2016; torch.compile's partitioner does the same inside compiled code). A norm's scales,
 one number per row, are always kept.
 
