@@ -1,1 +1,1 @@
-"""Features that plain training runs do not need: one package each. No code outside imports them."""
+"""Features that plain training runs do not need: one package each, imported by no code outside this folder."""
