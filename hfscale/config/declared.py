@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from ..errors import ConfigError, meant
 
-# Endings of Accelerate's fields that error messages do not suggest
+# Endings of the names of Accelerate's fields that error messages do not suggest
 _UNUSED = ("_handler", "_backend", "sp_size")
 
 
@@ -26,7 +26,7 @@ def setting(
         default: value if neither the user nor the environment sets the field.
         choices: the names that the field accepts, or a function that returns them, if extensions may add names.
         flag: name of the command-line flag; by default the field's name without ``_size``.
-        needs: axis without which the field has no effect.
+        needs: the parallel axis that must be larger than 1 for the field to have an effect.
     """
     return field(
         default=None,
@@ -59,7 +59,7 @@ class Declared:
     text: str  # the first clause of the field's description, without citations
     default: Any  # default of the field, or of :func:`setting`
     given_choices: Sequence[str] | Callable[[], Sequence[str]]
-    needs: str  # the axis without which the field has no effect
+    needs: str  # the parallel axis that must be larger than 1 for the field to have an effect
     kind: type  # ``bool``, ``int``, ``str``, or ``object`` for any other type
 
     @property

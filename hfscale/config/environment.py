@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 MEMORY = "/dev/shm"  # a file system in memory on every Linux
-# Environment variables with this process's rank, by launcher, torchrun's first.
+# Environment variables that contain this process's rank, one per launcher; torchrun's comes first.
 RANKS = (
     "RANK",
     "PMI_RANK",
     "OMPI_COMM_WORLD_RANK",
     "SLURM_PROCID",
 )
-# File in a directory of states, with the name of the run whose states in memory are valid
+# File in a directory of saved states; contains the name of the run whose states in memory belong to this directory
 RUN = "_hfscale_run"
 
 
@@ -29,7 +29,7 @@ def local_rank() -> int:
 
 
 def cache_directory() -> Path | None:
-    """Return the directory for results that are costly to compute again; ``None`` if ``HFSCALE_CACHE=off``."""
+    """Return the directory in which hfscale caches costly results; ``None`` if ``HFSCALE_CACHE=off``."""
     from huggingface_hub.constants import HF_HOME
 
     given = os.environ.get("HFSCALE_CACHE", "")
@@ -50,8 +50,8 @@ def cpu_requested() -> bool:
 
 
 def guards_are_on() -> bool:
-    """Return whether guards may change code of other libraries for the rest of the process: unless
-    ``HFSCALE_GUARDS=0``.
+    """Return whether hfscale's guards may replace functions of other libraries for the rest of the process. They may,
+    unless ``HFSCALE_GUARDS=0``.
     """
     return os.environ.get("HFSCALE_GUARDS", "1") != "0"
 

@@ -160,7 +160,7 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
 
     @property
     def flushes(self) -> bool:
-        """Whether a step ends after the backward passes of all its own microbatches, like in one process."""
+        """Whether the schedule has a flush: a step ends after the backward passes of all its own microbatches."""
         return self.pp == 1 or schedule_of(self.pipeline_schedule).flushes
 
     def size(self, axis: str) -> int:
@@ -184,7 +184,9 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
 
     @property
     def expert_batches(self) -> int:
-        """The number of distinct batches whose tokens are sent to the same experts; 1 if ``ep_size`` is 1."""
+        """The number of data-parallel batches whose tokens are sent to the same copy of an expert; 1 if ``ep_size`` is
+        1.
+        """
         return self.ep * self.expert_tp // self.tp if self.ep > 1 else 1
 
     @property
@@ -229,7 +231,8 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
         """Return :meth:`describe`; with several stages, also the schedule, stages and microbatches."""
         if self.pp == 1:
             return self.describe()
-        name = Path(str(self.pipeline_schedule)).name  # of a file, only its name
+        # a file of a schedule is described by its name alone
+        name = Path(str(self.pipeline_schedule)).name
         count = f", {self.num_microbatches} microbatches" if self.num_microbatches else ""
         return f"{self.describe()}, {name} over {self.pp * int(self.virtual_stages or 1)} stages{count}"
 

@@ -38,13 +38,14 @@ class Schedule:
 
     stages_per_rank: range = _ONE  # supported numbers of stages per rank
     default_stages: int = 1  # stages per rank if the user gives no number
-    # name of the schedule that is the same with one stage per rank; empty: none
+    # name of the schedule that this schedule equals if each rank has one stage; empty: none
     with_one_stage: str = ""
     # whether stages are placed on ascending, then on descending ranks (Qi et al. 2023; DeepSeek 2025)
     v_shaped: bool = False
     # the minimum number of microbatches of a step, per rank
     microbatches_per_rank: int = 0
-    # whether microbatches must divide into rounds of equal size, of at least one microbatch per rank
+    # whether the microbatches of a step must divide into rounds of equal size, with at least one microbatch per rank
+    # each
     in_rounds: bool = False
     # whether a step ends after the backward passes of all its own microbatches, so that its gradients are those of its
     # own batch

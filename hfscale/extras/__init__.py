@@ -1,1 +1,1 @@
-"""Features that plain training runs do not need: one package per extension, which no other room imports."""
+"""Features that plain training runs do not need: one package each, imported by no code outside this folder."""

@@ -1,1 +1,1 @@
-"""Features beside the axes: adapters, precision, products in 8 bits, memory, quantization; a folder each."""
+"""Features in addition to parallel axes: adapters, precision, fp8, memory, quantization, MTP, towers; a folder each."""

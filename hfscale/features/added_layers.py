@@ -1,4 +1,6 @@
-"""List the layers that features add to stock models, for callers that have a config or a file but no model yet."""
+"""List the layers that features add to stock models (MTP layers, for example), for callers that have a config or a file
+but no model yet.
+"""
 
 from collections.abc import Iterable
 

@@ -1,9 +1,9 @@
 """Run Adafactor (Shazeer & Stern 2018) over shards, with the arithmetic of ``transformers.optimization.Adafactor``.
 
 Adafactor keeps row and column means of a matrix's squared gradients. For a sharded matrix these means, and the two
-norms that scale an update, need sums over ranks; everything else is elementwise. A step has four stages. After each of
-the first three there is an all-reduce, batched over all parameters: of vectors after stage 1, of scalars after 2 and
-3::
+norms that scale an update, need sums over ranks; everything else is elementwise. A step has four stages. Each of
+the first three stages ends with one all-reduce for all parameters together: of vectors after stage 1, and of scalars
+after stages 2 and 3::
 
     1  squares   -> sums of rows and of columns; of squared weights, if these scale the step
     2  averages  -> the mean of the rows' averages
@@ -200,15 +200,15 @@ class _Update:
         )
 
     def _everything(self, tensor: Tensor) -> Tensor:
-        """Return the sum of squares of a shard's entries, without entries that an earlier rank replicates."""
+        """Return the sum of squares of a shard's entries, without entries that a lower rank holds, too."""
         counted = (
             tensor if self.counted is None else self._without_replicas(tensor, self.counted[0])
         )
         return counted.square().sum()
 
     def _without_replicas(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return the tensor without entries along ``dim`` that an earlier rank replicates: each entry is summed
-        once.
+        """Return the tensor without entries along ``dim`` that a lower rank holds, too, so that sums over ranks count
+        each entry once.
         """
         if self.counted is None or self.counted[0] != dim:
             return tensor

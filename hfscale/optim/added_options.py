@@ -1,4 +1,6 @@
-"""Split off the options that extensions add to optimizers. Each makes steppers that run after the optimizer's own."""
+"""Split off the options that extensions add to optimizers. Each option makes steppers (objects that update parameters)
+that run after the optimizer's own steppers.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,9 @@
 """Run bitsandbytes' optimizers (Dettmers et al. 2022) over shards, so that updates equal those of the full tensors.
 
-If bitsandbytes stepped every shard like a tensor of its own, two things would differ from one process:
+If bitsandbytes treated every shard as a separate tensor, two things would differ from one process:
 
-- whether the state has 8 bits. hfscale compares ``min_8bit_size`` with the size of the full tensor;
+- whether the state has 8 bits, which depends on the tensor's size. hfscale compares ``min_8bit_size`` with the size of
+  the full tensor;
 - the blocks of entries with a common scale. A shard that consists of whole blocks of the full tensor is stepped in
   place. Other parameters are gathered, and stepped as full tensors.
 """
@@ -56,8 +57,9 @@ def by_size(
     mesh: Mesh,
     wide: Collection[str] = (),
 ) -> tuple[list[Member], list[Member], list[Member]]:
-    """Divide members into three lists: 8-bit states whose shards are stepped in place, 8-bit states that are stepped as
-    full tensors, and 32-bit states. ``wide`` names parameters that always have 32-bit states.
+    """Divide members into three lists: parameters with 8-bit states whose shards are updated in place, parameters with
+    8-bit states that are updated as full tensors, and parameters with 32-bit states. ``wide`` names parameters that
+    always have 32-bit states.
     """
     narrow: list[Member] = []
     if options["optim_bits"] == 8:

@@ -148,7 +148,7 @@ def create_optimizer(
     order = _Order(name, choice, lr, options, checked, plans, runtime, aside, added)
     try:
         return _ENGINES[choice.engine](order)
-    except ValueError as error:  # from the stock class, about an invalid value
+    except ValueError as error:  # the stock class raises for invalid values
         raise ConfigError(f"{name!r} cannot be made: {error}") from error
 
 
@@ -186,7 +186,9 @@ class _Order:
     def stepper(
         self, stock: Stock, members: Sequence[Member], groups: Groups, full: bool = False
     ) -> Stepper:
-        """Return a stepper of ``members`` by the class ``stock``; ``full``: it steps gathered full parameters."""
+        """Return a stepper that updates ``members`` with the optimizer class ``stock``. With ``full``, it updates full
+        parameters, gathered from their shards.
+        """
         mesh = self.runtime.mesh
         if self.aside is None and not full:
             return LocalStepper(stock, members, groups, mesh)
@@ -198,8 +200,8 @@ class _Order:
     def made(
         self, groups: list[dict[str, Any]], defaults: Options, steppers: Any
     ) -> ShardedOptimizer:
-        """Return the optimizer. ``steppers`` makes its steppers, from members and from groups with all their
-        options.
+        """Return the optimizer. ``steppers`` is called with the members, and with parameter groups that have all
+        options, and returns the optimizer's steppers.
         """
         self.runtime.observer = None  # belongs to an earlier optimizer
         full = [{**defaults, **group} for group in groups]
@@ -353,7 +355,9 @@ _ENGINES: dict[str, Callable[[_Order], ShardedOptimizer]] = {
 
 
 def _how_to_copy(name: str, runtime: Runtime, stochastic: Any, rounding_seed: Any) -> Aside | None:
-    """Return where weights are copied for offload or stochastic rounding; ``None`` if weights are stepped in place."""
+    """Return how weights are copied for offload or stochastic rounding; ``None`` if the optimizer updates weights in
+    place.
+    """
     check_switch("stochastic_rounding", stochastic)
     check_count("rounding_seed", rounding_seed, least=0)
     seed = rounding_seed if stochastic else None

@@ -2,7 +2,7 @@
 
 The update is the momentum, replaced by the nearest orthogonal matrix. Momentum is elementwise and sharded like the
 gradient. The orthogonal matrix needs the full matrix: one of the ranks that hold shards or replicas of a matrix gets
-all its shards, orthogonalizes the matrix, and sends each rank its shard of the result. This takes two all-to-alls per
+all shards, orthogonalizes the matrix, and sends each rank its shard of the result. This takes two all-to-alls per
 axis for all matrices together (one for replicas), in bfloat16. Matrices are assigned to ranks by cost::
 
     4 matrices over 2 ranks     rank 0: [a0 b0 c0 d0]  -->  [a0 a1] [d0 d1]  -->  [a0' b0' c0' d0']
@@ -51,7 +51,9 @@ def is_hidden_matrix(
     layers: Sequence[str],
     stacks: Collection[str] = (),
 ) -> bool:
-    """Return whether a parameter is a matrix of a layer, or a stack of matrices in one of the modules ``stacks``."""
+    """Return whether a parameter is a matrix in a layer, or a stack of matrices (experts) in one of the modules
+    ``stacks``.
+    """
     dims = 3 if planned.name.rpartition(".")[0] in stacks else 2
     if len(planned.shape) != dims or any(isinstance(owner, nn.Embedding) for owner in owners):
         return False
@@ -66,8 +68,8 @@ def projection_of(planned: ParameterPlan) -> str:
 def bounds_of(
     planned: ParameterPlan, owners: Sequence[nn.Module], split: Split
 ) -> tuple[int, list[int]]:
-    """Return the dim of a parameter's matrix along which matrices are fused, and the boundaries between them, from 0 to
-    the length of the dim. There is one matrix unless ``split`` names the parameter's projection.
+    """Return the dim of a parameter's matrix along which several matrices are fused, and the boundaries between these
+    matrices, from 0 to the length of the dim. There is one matrix unless ``split`` names the parameter's projection.
     """
     asked = split.get(projection_of(planned), 1)
     across = any(is_transposed(owner) or getattr(owner, "is_transposed", False) for owner in owners)
@@ -88,11 +90,11 @@ class Matrix:
     """
 
     member: Member
-    # Index among this rank's matrices of a stack; empty for a parameter that is a matrix
+    # Index of the matrix among this rank's matrices of a stack; empty for a parameter that is a matrix itself
     index: tuple[int, ...]
     shape: tuple[int, int]  # global rows and columns
     cuts: tuple[Cut, ...]
-    free: Collection[str]  # the axes over which each rank has a replica
+    free: Collection[str]  # the axes over which the matrix is replicated
     dim: int
     bounds: Sequence[int]  # boundaries between the fused matrices along ``dim``
 
@@ -110,7 +112,9 @@ class Matrix:
     def split(
         self, tensor: Tensor, cuts: Sequence[Cut], ranks: dict[str, int]
     ) -> tuple[Tensor, ...]:
-        """Split a shard that is made by ``cuts``, on the rank at ``ranks``, into its shards of the fused matrices."""
+        """Split the shard that the rank at coordinates ``ranks`` has under ``cuts`` into the shards of the fused
+        matrices.
+        """
         spans = share_spans(self.shape, cuts, ranks)[self.dim]
         before = [
             sum(max(0, min(stop, bound) - start) for start, stop in spans) for bound in self.bounds
@@ -139,7 +143,7 @@ class MuonStepper(Stepper):
         axes = {cut.axis for matrix in every for cut in matrix.cuts}.union(
             *(matrix.free for matrix in every)
         )
-        # The last cut, over the data axes, is undone first.
+        # Gather over the last cut (the data axes) first.
         self._axes = [
             axis
             for axis in sorted(axes, key=lambda axis: (axis in MODEL_AXES, axis))
@@ -286,7 +290,7 @@ def _matrices_of(
     dim: int,
     bounds: Sequence[int],
 ) -> Iterator[Matrix]:
-    """Yield the matrix of a parameter, or the matrices of a stack of which this rank has shards."""
+    """Yield the matrix of a parameter; for a stack of matrices, yield each matrix of which this rank has a shard."""
     shape = member.planned.shape
     lead = len(shape) - 2
     cuts = tuple(replace(cut, dim=cut.dim - lead) for cut in member.planned.cuts if cut.dim >= lead)

@@ -28,7 +28,7 @@ from ..distributed.host_buffers import (
 from .sharded import Groups, Member, State
 from .stock import Aside, OneByOneStepper, StockOverStandIns
 
-# Bytes of small weights that are copied as one tensor; the copy needs as many bytes on the device.
+# Most bytes of small weights that are copied as one tensor; the copy needs as many bytes on the device.
 _BUCKET = 16 << 20
 
 
@@ -77,8 +77,8 @@ class OffloadedStepper(OneByOneStepper):
         state: State,
         lanes: HostBuffers,
     ) -> Iterator[None]:
-        """Begin to copy weights and gradients to the CPU; yield; wait for the copies; yield; step, and begin to copy
-        weights back.
+        """Run one group's update in three stages with a ``yield`` between them: begin to copy weights and gradients to
+        the CPU; wait for the copies; update on the CPU, and begin to copy weights back.
         """
         forms = [self._form(member) for member in members]
         buffer = lanes.take(self._pair.size)

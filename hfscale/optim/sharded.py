@@ -69,7 +69,7 @@ class Stepper:
         self._mesh = mesh
 
     def publish(self, state: State) -> None:
-        """Move state that exists before the first step into ``state``; nothing by default."""
+        """Write the optimizer state that exists before the first step into ``state``; do nothing by default."""
 
     def step(self, groups: Groups, state: State) -> None:
         """Make one update from the current gradients. Every rank of a pipeline stage makes the same calls."""
@@ -77,7 +77,8 @@ class Stepper:
 
     def state_layout(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
         """Return how the state tensor ``key`` of a parameter is sharded, relative to the same tensor in one process.
-        ``shape`` is the shape on this rank, or the full shape; both have the same dims before the dims of the weight.
+        ``shape`` is the shape on this rank, or the full shape: any dims before the dims of the weight are the same in
+        both.
         """
         return like(planned)
 
@@ -157,7 +158,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _on_its_device(value: Any, group: dict[str, Any], device: torch.device) -> Any:
-    """Return a state tensor on ``device``; step counters stay on the CPU unless the optimizer needs them on the
+    """Return a state tensor on ``device``. Step counters stay on the CPU unless the optimizer needs counters on the
     device.
     """
     if not isinstance(value, Tensor) or (

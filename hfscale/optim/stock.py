@@ -41,7 +41,7 @@ numbers.
 _SCALES = "absmax"
 _TABLES = "qmap"
 
-# Makes the stock optimizer over parameter groups.
+# Function that makes the stock optimizer over parameter groups.
 Stock = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 _CHUNK = 1 << 20  # entries that are rounded at a time; a random number takes 8 bytes
 _LOW = (1 << 16) - 1
@@ -55,8 +55,9 @@ _MIX = (
 
 @dataclass(frozen=True)
 class Aside:
-    """Describe how weights are copied to be stepped: to ``device``, and, if ``seed`` is given, in float32 instead of
-    bfloat16. ``seed`` is the seed of the stochastic rounding when a bfloat16 weight is written back.
+    """Describe the copies of weights that the optimizer updates: they are on ``device`` and, if ``seed`` is given, in
+    float32 instead of bfloat16. ``seed`` seeds the stochastic rounding with which the result is written back to a
+    bfloat16 weight.
     """
 
     device: torch.device
@@ -138,9 +139,11 @@ class StockOverStandIns:
 
 
 class LocalStepper(Stepper):
-    """Step shards in place, by elementwise optimizers, or by blockwise optimizers if shards consist of whole blocks."""
+    """Update shards in place: with elementwise optimizers, or with blockwise optimizers if shards consist of whole
+    blocks.
+    """
 
-    _full = False  # whether full tensors are stepped; then every rank has the full state
+    _full = False  # whether full tensors are updated, so that every rank has the full state
 
     def __init__(
         self,
@@ -206,7 +209,7 @@ class OneByOneStepper(LocalStepper):
         for inner in self._inners:
             inner.release()
             optimizer: Any = inner.optimizer
-            # All optimizers use the same tables of bitsandbytes' 8-bit values.
+            # All stock optimizers share the same tables of bitsandbytes' 8-bit values.
             if not full and hasattr(optimizer, "name2qmap"):
                 first: Any = self._inners[0].optimizer
                 optimizer.name2qmap = first.name2qmap
@@ -253,7 +256,9 @@ class OneByOneStepper(LocalStepper):
         )
 
     def _write(self, member: Member, stepped: Tensor, groups: Groups) -> None:
-        """Write this rank's shard of ``stepped`` into the weight; the copy from pinned memory is asynchronous."""
+        """Write this rank's shard of the updated weight ``stepped`` into the weight; the copy from pinned memory is
+        asynchronous.
+        """
         planned = member.planned
         weight = member.weight
         aside = self._aside
@@ -290,8 +295,8 @@ def places_of(
     ranks: dict[str, int],
     device: torch.device,
 ) -> list[Tensor]:
-    """Return, per dim, one term for each index of the shard at ``ranks``. The sum of an entry's terms over all dims is
-    the entry's flat index in the full tensor.
+    """Return, per dim, one number for each index along the dim of the shard on the rank at coordinates ``ranks``. The
+    sum of an entry's numbers over all dims is the entry's flat index in the full tensor.
     """
     spans = share_spans(planned.shape, planned.cuts, ranks)
     strides = [prod(planned.shape[dim + 1 :]) for dim in range(len(planned.shape))]

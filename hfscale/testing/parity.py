@@ -39,7 +39,9 @@ Batch = dict[str, Tensor]
 
 
 def vocabulary_of(config: Any) -> int:
-    """Return a model's vocabulary size; that of tiny models if only a nested config has one."""
+    """Return a config's vocabulary size; if only a nested config has one, return the vocabulary size of the tiny test
+    models.
+    """
     return int(getattr(text_config(config), "vocab_size", 60))
 
 
@@ -68,7 +70,7 @@ class Case:
     steps: int = 2  # optimizer steps
     accumulation: int = 2  # microbatches per step of each distinct batch
     max_norm: float | None = 0.5  # gradients are clipped to this norm; ``None``: not clipped
-    # Of plain SGD, because an optimizer that normalizes could hide errors in gradients.
+    # Learning rate of plain SGD; an optimizer that normalizes gradients could hide errors in gradients.
     learning_rate: float = 0.5
     frozen: Sequence[str] = ()  # parameters with one of these strings in their names do not train
     checkpointing: bool = False  # whether to recompute activations
@@ -87,7 +89,7 @@ class Case:
     asked: dict[str, Any] = field(default_factory=dict)
     unlike: tuple[
         str, ...
-    ] = ()  # ends of names of stored tensors that are not compared: counters of each data rank
+    ] = ()  # tensors whose names end like this are not compared: counters that differ between data ranks
 
     def batches(self, batch_world: int) -> list[list[list[Batch]]]:
         """Return batches ``[step][distinct batch][microbatch]`` with uneven labels: see :func:`ragged_batch`."""
@@ -95,7 +97,7 @@ class Case:
         vocabulary = vocabulary_of(self.config)
 
         def batch(step: int, rank: int, i: int) -> Batch:
-            # one microbatch has no labels; in the second step, no microbatch of the last rank has any
+            # one microbatch has no labels; in the second step, no microbatch of the last rank has labels
             masked = (step == 0 and rank == 0 and i == 1) or (
                 step == 1 and rank == batch_world - 1 > 0
             )
@@ -123,7 +125,7 @@ class Case:
         counts = [self.count(microbatch["labels"]) for microbatch in microbatches]
         loss = torch.zeros((), dtype=torch.float64)
         for microbatch, count in zip(microbatches, counts, strict=True):
-            # A model's own counters also count microbatches without labels.
+            # Also run microbatches without labels, because a model's own counters count them.
             with torch.set_grad_enabled(count > 0):
                 mean = model(**microbatch).loss
             if count:
@@ -205,8 +207,8 @@ def measure_parity(case: Case, layout: ParallelConfig, pool: RankPool | None) ->
 
 
 def _replicas_apart(directory: Path) -> tuple[float, str]:
-    """Return the largest difference between ranks that hold the same entry (replicas must be equal), and the tensor's
-    name.
+    """Return the largest difference between replicas of the same entry on different ranks (0 if all is right), and the
+    name of the tensor with this difference.
     """
     first: dict[str, Tensor] = {}
     worst = 0.0
@@ -309,7 +311,7 @@ def _with_random_adapters(model: Any, case: Case, directory: Path) -> Any:
     import peft
 
     with warnings.catch_warnings():
-        # PEFT 0.21 reads a name that transformers 5.23 deprecates.
+        # PEFT 0.21 reads an attribute that transformers 5.23 deprecates.
         warnings.filterwarnings(
             "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
         )

@@ -50,7 +50,7 @@ class RankPool(AbstractContextManager["RankPool"]):
         threads: torch threads per rank.
         preload: modules that are imported once for all ranks.
         backend: a function that runs on every rank, registers a backend other than gloo, and returns its name.
-        as_large: whether small tensors take the code paths of large tensors, which tests are about.
+        as_large: whether the small tensors of tests take the code paths of large tensors.
     """
 
     def __init__(
@@ -227,7 +227,8 @@ def _serve(
 
         from .._compat.torch_gloo import share_gloo_thread
 
-        # Otherwise each bar would hold a lock shared by all processes, which a stopped rank would never release.
+        # Otherwise each progress bar would hold a lock shared by all processes, which a stopped rank would never
+        # release.
         tqdm.set_lock(threading.RLock())
         logging.disable_progress_bar()
         torch.set_num_threads(threads)

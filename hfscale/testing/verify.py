@@ -30,7 +30,8 @@ from . import plain
 from .parity import Case, Parity, in_float64, measure_parity
 from .pool import RankError, RankPool
 
-# Auto class -> function that makes its batches. Causal LMs whose loss train_step supports are trained by train_step.
+# Auto class -> function that makes its batches for a plain loop. Causal LMs whose loss train_step supports use
+# train_step.
 _MAKERS: dict[str, plain.Maker] = {
     "AutoModelForCausalLM": plain.causal_lm,
     "AutoModelForImageClassification": plain.image_classification,
@@ -68,7 +69,9 @@ class ParityCases:
 
 
 def changes_for(config: PreTrainedConfig, auto_class: Any) -> dict[str, Any]:
-    """Return the config changes that make a clone fit its batches; refuse an Auto class without batches."""
+    """Return the config changes that make a clone fit its batches; raise for an Auto class that has no function for
+    batches.
+    """
     name = auto_class.__name__
     if name in added(_SLOT):
         return {}
@@ -136,7 +139,7 @@ def case_for(clone: PreTrainedConfig, auto_class: Any, planned: Plan) -> Case:
 
 
 def check_stock(case: Case) -> None:
-    """Run a forward and a backward pass of the stock clone; refuse a clone that transformers itself cannot train."""
+    """Run a forward and a backward pass of the stock clone; raise if transformers itself cannot train the clone."""
     try:
         model = in_float64(
             case.auto_class.from_config(case.config, dtype=torch.float64, **case.hf_kwargs)
@@ -212,7 +215,7 @@ def verify(
     changes = _heads_that_fit(config, layout.tp, small.tp) | _experts_that_fit(config, small.ep)
     changes |= changes_for(config, auto_class)
     clone = clone_for(config, auto_class, _layers(config, small), **changes)
-    # Refuse before any process starts.
+    # Raise for unsupported options before any process starts.
     planned = plan(clone, small, auto_class=auto_class, **hf_kwargs)
     case = case_for(clone, auto_class, planned)
     case.hf_kwargs = hf_kwargs
@@ -227,7 +230,7 @@ def verify(
         )
         sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
         one = ParallelConfig(**sizes)
-        # Building it may refuse the adapters.
+        # Building the plan may raise for unsupported adapters.
         from_config(clone, parallel=one, auto_class=auto_class, peft_config=case.peft, **hf_kwargs)
     if small.total_size == 1:
         return small, measure_parity(case, small, None)
@@ -236,7 +239,7 @@ def verify(
 
 
 def _measure(case: Case, layout: ParallelConfig, pool: RankPool) -> Parity:
-    """Run the comparison; raise a rank's refusal as :class:`ConfigError`."""
+    """Run the comparison; if a rank raised one of hfscale's own errors, raise it as :class:`ConfigError`."""
     try:
         return measure_parity(case, layout, pool)
     except RankError as error:

@@ -1,10 +1,11 @@
-"""Compute the activation bytes of a rank, and choose the layers to recompute under a budget. Nothing runs.
+"""Compute the activation bytes of a rank from a plan, and choose the layers to recompute under a memory budget.
 
-A recomputed layer keeps its input and, during its own backward pass, everything that it would otherwise have kept::
+A recomputed layer keeps its input; during its own backward pass, it also keeps all activations that an unrecomputed
+layer keeps. The names on the left are the fields of :class:`Activations`::
 
-    kept        sum over layers of   in flight x tokens x (input if recomputed, else all)
-                + what is kept before the layers, and the hidden states that stages received and sent
-    behind      kept by final norm and loss until the last layer's backward pass
+    kept        sum over layers of   microbatches in flight x tokens x (input if recomputed, else all)
+                + bytes kept before the layers, and the hidden states that stages received and sent
+    behind      bytes kept by final norm and loss until the last layer's backward pass
     again       tokens x the largest recomputed layer, without its input
     passing     gradients of a layer's activations during its backward pass
     in norm     bytes in the final norm's backward pass: five gradients in 32 bits
@@ -30,7 +31,7 @@ from .situation import LayerBytes, Situation, Types
 
 @dataclass(frozen=True)
 class LayerHeld:
-    """Hold a layer on this rank with its activation bytes."""
+    """Hold the activation bytes of one layer of this rank."""
 
     name: str
     bytes: LayerBytes  # bytes per token
@@ -130,8 +131,8 @@ def _notes(
 
 
 def _around_layers(plan: Plan, situation: Situation, types: Types) -> tuple[float, float, float]:
-    """Return three numbers of bytes: kept before the first layer, kept after the last layer, and in the final norm's
-    backward pass.
+    """Return three numbers of bytes: kept before the first layer, kept after the last layer, and needed during the
+    final norm's backward pass.
     """
     before = 0.0
     behind = 0.0
@@ -157,7 +158,9 @@ def _bytes_behind_layers(
     types: Types,
     trained: Collection[str],
 ) -> tuple[float, float]:
-    """Return the bytes per token that final norm and loss keep, and those in the norm unless it is recomputed."""
+    """Return two numbers of bytes per token: kept by the final norm and the loss, and in the norm's backward pass
+    unless the norm is recomputed.
+    """
     if not plan.layers:
         return 0.0, 0.0
     width = stream_width(plan, plan.layers[-1])
@@ -208,20 +211,23 @@ def _on_host(
     chosen: frozenset[str],
     tokens: int,
 ) -> tuple[float, int]:
-    """Return the bytes on the device during the backward pass (two layers), and the bytes that wait in CPU memory."""
+    """Return two numbers of bytes if activations are offloaded: on the device in the backward pass (two layers), and on
+    the CPU.
+    """
     one = [tokens * layer.kept(chosen) for layer in held]
     layers = sum(layer.in_flight * size for layer, size in zip(held, one, strict=True))
     pieces = (
         tokens * (layer.bytes.stream if layer.name in chosen else layer.bytes.piece)
         for layer in held
     )
-    read = max(pieces, default=0.0) if len(held) < 3 else 0.0  # of three, two whole ones count
+    # with three or more layers, two full layers count
+    read = max(pieces, default=0.0) if len(held) < 3 else 0.0
     return min(2, len(held) - 1) * max(one, default=0.0) + read, ceil(layers)
 
 
 def layers_to_recompute(plan: Plan, situation: Situation) -> frozenset[str]:
-    """Choose the fewest layers of a pipeline rank to recompute to fit the budget; the cheapest per saved byte come
-    first.
+    """Choose the layers of a pipeline rank to recompute: as few as needed to fit the budget, beginning with the layers
+    that need the fewest FLOPs per saved byte.
     """
     planned = recomputed(plan)
     tokens = situation.tokens

@@ -1,4 +1,4 @@
-"""Describe a step for the time model: axis sizes, batch, recomputation, and the model parts on each rank."""
+"""Describe a training step for the time model: axis sizes, batch, recomputation, and the model parts on each rank."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ _STORED = {4: 0.5 + 4 / 64, 8: 1.0}  # bits -> bytes per weight, with a scale fo
 
 @dataclass(frozen=True)
 class Job:
-    """Describe one step in one layout, as far as its time depends on it."""
+    """Hold the properties of one step in one layout on which its time depends."""
 
     layout: ParallelConfig
     sequence: int  # tokens per sequence
@@ -77,12 +77,14 @@ class Job:
         return self.layout.virtual_stages or 1
 
     def shard_of(self, weights: float, experts: float) -> float:
-        """Return the entries on one data-parallel rank, given numbers of weight and expert entries."""
+        """Return the number of entries on one data-parallel rank, given the numbers of entries of weights and experts
+        before data sharding.
+        """
         return weights / self.layout.dp_shard + experts / self.layout.size("edp_shard")
 
     def with_host(self, what: Collection[str], activations: float, entries: float) -> "Job":
-        """Return the job with ``activations`` bytes, and a shard of ``entries`` weights, offloaded to CPU memory as in
-        ``what``.
+        """Return the job with offload to CPU memory. ``what`` names the offloaded kinds; ``activations`` are their
+        bytes in a step, and ``entries`` is the number of weights in a rank's shard.
         """
         shards = self.gradient_bytes * (
             (2 * self.microbatches if self.gathers else 1) + self.trained
@@ -95,14 +97,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Place:
-    """Describe the parts of the model on one pipeline rank. Entries are summed over its data-parallel ranks."""
+    """Describe the parts of the model on one pipeline rank. Numbers of entries are those before data sharding."""
 
     layers: int
     embedding: bool
     head: bool
     layer_weights: float  # entries of layers, without experts
     expert_weights: float  # entries of experts, summed over the data-parallel ranks that shard them
-    table_weights: float  # entries outside layers
+    table_weights: float  # entries of embedding and head, outside layers
     forward: int = 0  # number of stages that send their output to another rank
     backward: int = 0  # number of stages that send gradients to another rank
     trained: float = 1.0  # fraction of these entries that trains

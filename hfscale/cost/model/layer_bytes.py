@@ -1,8 +1,8 @@
-"""Compute the activation bytes per token of a layer from the shapes in a plan; nothing runs.
+"""Compute the activation bytes per token of a layer from the shapes in a plan, without running the layer.
 
-A LLaMA layer has a formula (Korthikanti et al. 2022, section 4, counted again), in units of one value per token and
-hidden unit. ``k`` are key/value heads per head, ``f`` is intermediate over hidden size, ``t`` the tensor-parallel
-ranks; all weights train, in one dtype::
+A LLaMA layer has a formula (after Korthikanti et al. 2022, section 4, with all terms counted anew). The unit
+is one value per token and hidden unit. ``k`` is the number of key/value heads per query head, ``f`` the intermediate
+size over the hidden size, ``t`` the number of tensor-parallel ranks. If all weights train, in one dtype::
 
     between the blocks   each of two norms: its input, the normed input, its output                     6
     attention            queries and result, keys and values                                            2 + 2k
@@ -23,9 +23,10 @@ their outputs) stays in 32 bits. So every projection that reads a norm's output 
 every adapter; fused adapters share a copy. If parameters are cast, by FSDP2 or by ``"bf16_params"``, everything has 16
 bits.
 
-Other layers are measured (:class:`.situation.MeasuredLayers`), or else estimated from above: twice the rows and columns
-of every matrix, plus the smaller of both; for experts, twice rows and columns per expert that a token is sent to; four
-times every vector. Dropout on adapters' inputs is not included in this estimate.
+Other layers are measured (:class:`.situation.MeasuredLayers`), or else estimated from above, in values per token: for
+every matrix, twice the number of its rows and columns, plus the smaller of both numbers; for experts, twice the rows
+and columns of each expert that a token is sent to; for every vector, four times its length. Dropout on
+adapters' inputs is not included in this estimate.
 
 SDPA and flash attention keep no scores. Eager attention keeps one score per head and token of the sequence in 32 bits,
 and a second one in the layer's dtype if that differs. It also keeps keys and values once per query head.
@@ -45,7 +46,9 @@ from .situation import LayerBytes, Situation, Types, own_parameters
 
 
 def types_of(plan: Plan, mixed: str = "no") -> Types:
-    """Return the bytes per value in which the plan's model and its adapters compute under a ``mixed_precision``."""
+    """Return the bytes per value with which the plan's model and its adapters compute under the mixed precision
+    ``mixed``.
+    """
     size = next(
         (p.dtype.itemsize for p in plan.owned() if p.name.startswith(plan.layers[:1])), widest(plan)
     )
@@ -71,7 +74,7 @@ def sequence_ranks(plan: Plan) -> int:
 def layer_bytes(
     plan: Plan, layer: str, situation: Situation, types: Types, *, first: bool = False
 ) -> LayerBytes:
-    """Return the activation bytes per token of ``layer``; ``first``: whether nothing before the layer trains."""
+    """Return the activation bytes per token of ``layer``. ``first`` says that nothing before the layer trains."""
     hidden = stream_width(plan, layer)
     sequence = sequence_ranks(plan)
     stream = types.as_kept(types.stream) * hidden / sequence
@@ -145,7 +148,7 @@ def _at_most(plan: Plan, layer: str, situation: Situation, types: Types) -> floa
         if len(local) >= 3 and inside:
             values += often * 2 * sum(local[-2:]) / tensor
         elif len(local) == 2:
-            # Rows and columns once more in the smaller size, since either may be the output.
+            # Count the smaller of rows and columns once more, because either may be the output.
             values += (often / count if inside else 1) * (2 * sum(local) + min(local))
         elif len(local) == 1 and planned.name.endswith("weight"):
             wide += 4 * local[0]  # norms compute in 32 bits

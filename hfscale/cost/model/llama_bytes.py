@@ -18,7 +18,7 @@ from .situation import Situation, Types
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
-_HEAD_SIZE = 64  # a guess; it decides one value per head among thousands per token
+_HEAD_SIZE = 64  # assumed; it affects one value per head, among thousands per token
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class Llama:
         return total / self.sequence
 
     def blocks(self) -> tuple[float, float]:
-        """Return two numbers of bytes: those that the blocks keep, and the most that a separately recomputed block
-        keeps while it is recomputed.
+        """Return two numbers of bytes: the bytes that the blocks keep, and the largest number of bytes that a
+        separately recomputed block keeps while it is recomputed.
         """
         if self.again.elementwise:
             return self._needed(), self._made_at_once()
@@ -120,8 +120,8 @@ class Llama:
         )
 
     def _made_at_once(self) -> float:
-        """Return the most bytes that are recomputed at the same time: an activation, and its product with the up
-        projection.
+        """Return the most bytes that recomputation holds at the same time: the MLP's activation, and its product with
+        the up projection's result.
         """
         if self.again.tile:  # the MLP's input, and one tile of the MLP
             return (
@@ -172,7 +172,9 @@ class Llama:
         return recomputed(self.plan)
 
     def _is_alone(self, output: str) -> bool:
-        """Return whether the block with this output projection is recomputed separately."""
+        """Return whether the block with the output projection ``output`` is recomputed by itself, not as part of a
+        layer.
+        """
         return self.roles[output].name.removesuffix(f".{output}.weight") in self.again.modules
 
     def _adapted(self, readers: tuple[str, ...]) -> tuple[bool, list[int]]:

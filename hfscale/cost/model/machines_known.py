@@ -1,9 +1,10 @@
-"""Look up machines and their timing constants: data files with sources, or a file of ``hfscale calibrate``.
+"""Look up machines and their timing constants, in hfscale's data files or in a file that ``hfscale calibrate`` wrote.
 
 ``scripts/bench/fit_planner.py`` writes ``constants.json``, from the runs of 1B and 3B models of the Ultra-Scale
 Playbook's sweep (Tazi et al. 2025; nanotron on H100). ``scripts/bench/fit_measured.py`` writes its entry ``own``, which
-has priority, from steps of hfscale on one H100 and one H200. Fractions are relative to a machine's data file, so that
-they carry over to other machines. Seconds are those of the CPU that launches; ``hfscale calibrate`` measures them.
+has priority, from steps of hfscale on one H100 and one H200. Fractions are relative to the peak rates in a machine's
+data file, so that they apply to other machines, too. Constants in seconds depend on the CPU that launches kernels;
+``hfscale calibrate`` measures them.
 """
 
 import json
@@ -24,7 +25,7 @@ TIGHT = "tight"
 DOES_NOT_FIT = "does not fit"
 CONSTANTS = Path(__file__).parent / "constants.json"
 _FOLDER = Path(__file__).parent / "machines"
-# Fraction of the memory: all public runs that were measured above this fraction were 2.7 to 9.3 times slower.
+# Fraction of the memory that a run may use; all public runs above this fraction were 2.7 to 9.3 times slower.
 _BUDGET = 0.875
 _LEAST = ("flops", "memory_bandwidth", "memory", "link_bandwidth", "nic_bandwidth")
 
@@ -40,7 +41,7 @@ class Machine:
     link_bandwidth: float  # to other ranks of the node
     nic_bandwidth: float  # per rank, to other nodes
     ranks_per_node: int = 8
-    host_bandwidth: float = 32e9  # to the CPU's memory
+    host_bandwidth: float = 32e9  # to the memory of the machine's CPU
     flops_8: float | None = None  # dense 8-bit FLOPs per second, if supported
     # Fraction of ``flops`` that large products reach, if runs measured it; else the constants' fraction.
     products: float | None = None
@@ -128,7 +129,7 @@ class Constants:
     products: float  # fraction of the peak that matrix products reach
     attention: float  # fraction of the peak that the attention kernel reaches
     memory: float  # fraction of the memory bandwidth that elementwise kernels reach
-    elementwise: float  # real bytes moved between products / bytes in the time model
+    elementwise: float  # bytes that elementwise kernels really move / bytes in the time model
     loss_bytes: float  # bytes moved per logit, forward and backward
     link: float  # fraction of the link's bandwidth for a layer's exposed collectives
     # Fraction of the network's bandwidth for these collectives, if tensor-parallel ranks are on several nodes.
@@ -166,7 +167,7 @@ def constants_of(hardware: str | Machine) -> Constants:
 
 
 def evidence(hardware: str | Machine) -> tuple[str, str]:
-    """Return two phrases: the rates that estimates use for a machine, and what their seconds are based on."""
+    """Return two phrases: the rates that estimates use for a machine, and the measurements behind estimated seconds."""
     machine = find_machine(hardware)
     if machine.name not in machine_names():
         source = "as its file says"

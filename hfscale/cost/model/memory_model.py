@@ -1,4 +1,4 @@
-"""Estimate the bytes that a rank holds in training, from a plan alone: no weights, no run.
+"""Estimate the bytes that a rank holds in training, from a plan alone, without weights or a run.
 
 ::
 
@@ -50,7 +50,7 @@ from .optimizer_bytes import optimizer_bytes
 from .situation import Situation
 
 OVERHEAD = 0.3 * 2**30  # memory of libraries and collectives, in addition to torch's tensors
-_FRAGMENTS = 1.1  # allocated / used bytes of activations, in public runs
+_FRAGMENTS = 1.1  # allocated / used bytes of activations, in the public runs of other code
 _DATA = ("dp_shard", "edp_shard")
 # Fields of an estimate that are not kinds of bytes on the device.
 _BESIDE = (
@@ -83,7 +83,7 @@ class MemoryEstimate:
     loss: int  # a chunk of logits with its gradient, and the head's gradient before it is .grad
     on_host: int = 0  # bytes in CPU memory instead; not part of the total
     again: int = 0  # most bytes of the activations that one layer recomputes
-    apart: int = 0  # bytes of all kinds that do not exist at the peak
+    apart: int = 0  # bytes that the kinds above count, but that do not exist at the peak
     notes: tuple[str, ...] = ()  # how the bytes were estimated
 
     @property
@@ -201,7 +201,9 @@ def _bytes_not_at_once(
     all_kinds: MemoryEstimate,
     training: Iterable[ParameterPlan],
 ) -> int:
-    """Return the bytes that do not exist at the peak; parameters in ``training`` have no gradients before the step."""
+    """Return the bytes that do not exist at the moment of the peak, for a step before which the parameters in
+    ``training`` have no gradients.
+    """
     made = [] if offloaded(plan).parameters else training
     sizes = {planned.name: weight_bytes(plan, planned, situation.ranks) for planned in made}
     tables, (first, last) = (
@@ -210,7 +212,7 @@ def _bytes_not_at_once(
     )
     later = {name for name in sizes if name in tables or (found.on_host and name.startswith(first))}
     behind = sum(sizes.get(name, 0) for name in around_layers(plan) if name not in tables)
-    if recomputed(plan).tile:  # every tile adds to the gradients of its layer
+    if recomputed(plan).tile:  # the backward pass of every tile adds to its layer's gradients
         behind += sum(size for name, size in sizes.items() if name.startswith(last))
     running = found.again + found.passing
     most = most_at_once(
@@ -231,7 +233,7 @@ def _looked_up(plan: Plan, pp_rank: int) -> set[str]:
 
 
 def _kept_versions(plan: Plan, pp_rank: int) -> tuple[int, int]:
-    """Return the number of older versions of trained weights, and of sets of gradients."""
+    """Return two numbers: kept older versions of trained weights, and kept sets of gradients."""
     return schedule_of(plan.layout.pipeline_schedule).kept(plan.layout.pp, pp_rank)
 
 
@@ -289,7 +291,7 @@ def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> 
     all_cast = situation.mixed == "bf16_params"
     looked_up = _looked_up(plan, situation.pp_rank)
     quantized = frozenset(plan.quantized_weights)
-    # Copies in 8 bits are made again in each pass.
+    # Copies in 8 bits are made in each pass, so no copy is kept.
     left = quantized if all_cast else looked_up | quantized | weights_in_8_bits(plan)
     copied = [
         p
@@ -301,7 +303,7 @@ def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> 
     total = 0
     for planned in copied:
         count = situation.held_by(planned.stage)
-        # transformers casts stacked weights of undescribed mixtures again in every pass.
+        # Stacked experts that the plan does not describe are cast by transformers, again in every pass.
         if all_cast or len(planned.shape) == 2 or planned.name.startswith(mixtures):
             count = min(count, versions)
         total += 2 * prod(planned.local_shape(situation.ranks)) * count
@@ -309,7 +311,7 @@ def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> 
 
 
 def _is_read_in_place(plan: Plan, planned: ParameterPlan, cast: bool) -> bool:
-    """Return whether data-parallel ranks compute with a parameter's stored tensor itself."""
+    """Return whether a rank computes with a parameter's stored tensor itself: it is neither gathered nor cast."""
     moved = planned.data_cuts or offloaded(plan).parameters
     return not (moved or (cast and planned.dtype.itemsize != 2))
 

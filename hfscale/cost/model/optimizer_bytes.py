@@ -30,7 +30,7 @@ _MOMENTS = {
     "Lion": (1, 1),
     "RMSprop": (1, 1),
 }
-# Above: bitsandbytes' classes -> moments per entry, and tables of 8-bit values
+# The values above: moments per entry, and tables of 8-bit values, by bitsandbytes' class
 _CODE_BOOK = 4 * 256  # bytes of the table of 8-bit values of one moment
 _COUNT = 4  # bytes of a count of steps
 
@@ -154,7 +154,7 @@ def _bitsandbytes_bytes(
         if kind.bits == 32 or whole < least or wide in (planned.name, planned.tied_to):
             total += 4 * moments * entries
         elif flat_blocks_align(planned, BLOCK):
-            # Shards are stepped in place, and share one code book.
+            # Shards are updated in place by one optimizer, so all of them use one code book.
             total += moments * (entries + 4 * ceil(entries / BLOCK))
             shared = shared or (books * _CODE_BOOK if entries else 0)
         else:

@@ -1,4 +1,4 @@
-"""Describe everything except the plan that memory depends on: rank, batch, and measured layers."""
+"""Describe everything on which memory depends in addition to the plan: rank, batch, and measured layers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -62,7 +62,7 @@ class MeasuredLayers:
 
 @dataclass(frozen=True)
 class Situation:
-    """Describe a run, as far as its plan does not: rank, tokens, schedule."""
+    """Describe the properties of a run that its plan does not contain: rank, tokens, schedule."""
 
     tokens: int  # tokens of one microbatch on one rank
     pp_rank: int = 0  # pipeline rank
@@ -97,7 +97,7 @@ def own_parameters(plan: Plan, layer: str) -> list[ParameterPlan]:
 
 
 def kind_of(plan: Plan, layer: str) -> Kind:
-    """Return the kind of a layer, the same for every layout."""
+    """Return the kind of a layer: equal for layers with the same parameters, and the same in every layout."""
     owned = own_parameters(plan, layer)
     return tuple(
         sorted((planned.name.removeprefix(f"{layer}."), tuple(planned.shape)) for planned in owned)

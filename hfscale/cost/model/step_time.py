@@ -10,7 +10,8 @@ Per layer, for the forward and backward pass of one microbatch::
     accumulation  12 bytes per weight: the gradient is written, read, and added in 32 bits
     exchange      bytes that the blocks' collectives send within the layer, not overlapped
 
-Products are assumed to run at the same rate for every shape, since the runs show no difference.
+Matrix products are assumed to run at the same rate for every shape, because the runs to which constants were fitted
+show no difference.
 
 A pipeline with a flush takes ``sum(t_s) + (m - 1) max(t_s)``, where ``t_s`` is a stage's forward and backward pass of
 one microbatch; with uneven stages, this is within 3.6% of a simulation of 1F1B. With ``v`` stages per rank, the first
@@ -29,7 +30,7 @@ from .traffic import data_bus, data_traffic, edge_traffic, layer_traffic, sent, 
 
 _CAST = 21  # bytes moved per value that is cast to 8 bits
 _ADAPTED = 24  # bytes moved per value that an adapter product reads or writes
-_TILE = 3.2  # time to launch a tile's norms and MLP three times / time to launch a layer
+_TILE = 3.2  # launching a tile's norms and MLP three times takes this many times as long as launching a layer
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,8 @@ def layer_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Cons
 
 
 def pair_cost(plan: Plan, config: Any) -> float:
-    """Return the cost in attention of a pair of tokens of one row on an H100, in units of the other cost of one token.
-    A row of ``n`` tokens takes a time proportional to ``n + n * n * pair_cost``.
+    """Return the time of attention per pair of tokens in a row, divided by the time of everything else per token, on an
+    H100. So a row of ``n`` tokens takes a time proportional to ``n + n * n * pair_cost``.
     """
     shape = shape_of_plan(plan, config)
     job = job_of(plan, sequence=1, batch=1, microbatches=1)
@@ -167,8 +168,8 @@ def stage_seconds(places: Sequence[Place], parts: Parts) -> list[Seconds]:
 
 @dataclass(frozen=True)
 class StepTime(Seconds):
-    """Hold the seconds of one step by term; their sum is :attr:`total`. The terms of a part are those of the slowest
-    stage, and ``host`` is the time that its device waits for the CPU.
+    """Hold the seconds of one step by term; their sum is :attr:`total`. The terms of :class:`Seconds` are those of the
+    slowest stage, and ``host`` is the time that this stage's device waits for the CPU.
     """
 
     handover: float = 0.0  # transfers between stages
@@ -216,7 +217,7 @@ def step_time(
     )
     own = max(job.shard_of(w, e) for w, e in zip(weights, spread, strict=True))
     moved = constants.update_bytes * job.trained * own
-    # Also for steps in CPU memory, whose own bandwidth is not known.
+    # Used for optimizer steps in CPU memory, too, because the bandwidth of CPU memory is not known.
     to_host = constants.memory * machine.host_bandwidth
     return StepTime(
         **{term: many * seconds for term, seconds in vars(one).items() if term != "host"},
@@ -241,8 +242,8 @@ def _data_seconds(
     machine: Machine,
     constants: Constants,
 ) -> float:
-    """Return the seconds that a step waits for data-parallel communication beyond what the last ``backward`` pass
-    hides.
+    """Return the seconds that a step waits for data-parallel communication, without the time that is overlapped by the
+    last ``backward`` pass.
     """
     layout = job.layout
     shards = job.layout.dp_shard

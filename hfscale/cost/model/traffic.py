@@ -8,7 +8,7 @@ sharding::
                    both directions; 10 if inputs are gathered again for the weights' gradients; 3 more (2 with
                    all-reduces) if the layer is recomputed: its forward pass without the last scatter; 2 at the
                    embedding and 2 at the head. If a mixture's experts are whole, half of the layer's bytes, for
-                   attention: each rank sends its shard of the tokens, which is gathered before and after the
+                   attention: each rank sends its shard of the tokens, and tokens are gathered before and after the
                    mixture (2 more) unless the sequence is sharded anyway; or the usual 4, if sums are fewer bytes
                    than routes. Once per step 2 (n-1)/n of the partial gradients: of adapters' weights, of routers
     ep             4 x (n-1)/n per expert that a token is sent to: dispatch, combine, and their gradients; 2 more
@@ -86,14 +86,12 @@ def sums_experts(shape: ModelShape, job: Job) -> bool:
 
 
 def edge_traffic(shape: ModelShape, job: Job) -> float:
-    """Return the bytes per microbatch between tensor-parallel ranks, at the embedding or at the head."""
+    """Return the bytes per microbatch that a tensor-parallel rank sends for the embedding, or for the head."""
     return 2 * sent(job.layout.tp) * stream_bytes(shape, job)
 
 
 def data_traffic(layers: float, tables: float, experts: float, job: Job) -> Traffic:
-    """Return the bytes that data-parallel ranks exchange per step, given a rank's matrix entries before
-    data sharding.
-    """
+    """Return the bytes that a data-parallel rank sends per step, given its matrix entries before data sharding."""
     layout = job.layout
     sharded = 0.0
     replicated = 0.0

@@ -1,4 +1,4 @@
-"""Run one step per kind of pipeline rank, without weights, processes or GPUs, and compare its counts with the estimate.
+"""Run one step per kind of pipeline rank, without weights, processes or GPUs, and compare counted and estimated bytes.
 
 For each kind of stage, the training code builds one rank on the meta device, as one of all ranks of the layout over
 torch's fake process group (:mod:`.simulated_rank`), and runs a step. The bytes that the rank passes to collectives, and
@@ -26,7 +26,7 @@ from ..model.traffic import Traffic, rank_traffic
 from .estimate import costs
 from .simulated_rank import SimulatedTraffic, meta_model, run_spec, take_step
 
-# Counted axis -> its name in an estimate, since experts have their own data axes.
+# Counted axis -> the axis under which an estimate lists the bytes, because experts have their own data axes.
 _NAMES = {"stages": "pp", "edp_shard": "dp_shard", "edp_replicate": "dp_replicate"}
 _BESIDE = ("host", "pp", "ties", "others")  # counts of the step that estimates leave out
 
@@ -56,7 +56,7 @@ class StageRun:
     traffic: tuple[Compared, ...]  # bytes sent, by axis
     # The most bytes kept at once for backward passes, without recomputed ones.
     activations: Compared
-    # Bytes that estimates leave out: words between hosts, numbers, gradients of ties between stages.
+    # Bytes that estimates leave out: messages between hosts, scalars, and gradients of tied weights between stages.
     beside: Mapping[str, float]
 
     @property
@@ -157,7 +157,7 @@ def dry_run(
 
 
 def _kinds(plan: Plan, places: list[Place]) -> list[tuple[int, ...]]:
-    """Group the pipeline ranks with equal contents; the first rank of each group is run."""
+    """Group the pipeline ranks that hold the same layers and parts; the dry run runs the first rank of each group."""
     kinds: dict[Any, list[int]] = {}
     for rank, place in enumerate(places):
         own = (

@@ -2,7 +2,8 @@
 model, fast enough to search thousands of layouts.
 
 Seconds are those of the time model. Bytes are those of :mod:`hfscale.cost.model.memory_model` for layers of one kind; a
-test compares both. Results that many candidates share are computed once: the seconds of a layer, the split into stages.
+test compares both. Results that are the same for many candidates, like the seconds of a layer or the split into stages,
+are cached.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -146,7 +147,9 @@ def candidates(
 
 
 def offloading(found: Iterable[Candidate], ways: Sequence[tuple[str, ...]]) -> Iterator[Candidate]:
-    """Yield layouts that offload to CPU memory, for models that do not fit otherwise; only with 1F1B."""
+    """Yield the layouts of ``found`` with each of the ``ways`` to offload to CPU memory; only layouts with 1F1B or one
+    stage.
+    """
     for candidate in found:
         for what in ways if candidate.schedule == SCHEDULES[0][0] else ():
             if "parameters" not in what or candidate.job.layout.dp_shard > 1:
@@ -192,7 +195,7 @@ def _ways(
     cp: int,
     schedule: str,
 ) -> list[tuple[str, int]]:
-    """Return (way of recomputing, tokens per tile) pairs; tiles only if there would be several."""
+    """Return pairs (way of recomputing, tokens per tile). Tiles are included only if a sequence has several tiles."""
     tile = summary.job.tile
     ways = [(way, 0) for way in WAYS]
     several = tile and summary.job.sequence * batch / cp > 2 * tile
@@ -321,7 +324,7 @@ class FastCost:
         )
         whole = kept.over(layout.tp)
         tiles = 0.0
-        # An MLP keeps everything of one tile; the summary spreads that over all tokens of a sequence.
+        # An MLP keeps all activations of one tile; the summary divides these bytes by all tokens of a sequence.
         if job.tile:
             tiles = (
                 2
@@ -363,8 +366,8 @@ class FastCost:
         return places
 
     def _balanced(self, p: int, virtual: int, back: bool) -> list[int]:
-        """Return the numbers of layers of ``p`` ranks, by the planner's costs; ``back``: second stages in reverse
-        order.
+        """Return the number of layers of each of ``p`` ranks, balanced by the planner's costs. ``back``: second stages
+        are on the ranks in reverse order.
         """
         shape = self.summary.shape
         layer = Cost(2 * shape.active_weights, shape.layer_weights).work()

@@ -2,8 +2,8 @@
 
 The first layers of the model's own class are built by the training code, on the meta device and as one rank of the
 layout (:mod:`.simulated_rank`). They take a step on one sequence, in which saved-tensor hooks record the tensors that
-each layer keeps. A whole run keeps these bytes times the numbers of layers, sequences and microbatches in flight. Only
-sizes that a layer's bytes do not depend on are reduced: the numbers of layers, stages and data-parallel ranks.
+each layer keeps. A whole run keeps these bytes times the numbers of layers, sequences and microbatches in flight. The
+numbers of layers, stages and data-parallel ranks are reduced, because a layer's bytes do not depend on these numbers.
 """
 
 import gc
@@ -158,7 +158,7 @@ def _count(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> Meas
 
 
 def _with_again(part: LayerBytes, whole: LayerBytes) -> LayerBytes:
-    """Return the bytes of a layer whose ``part`` is kept, and which keeps the rest of ``whole`` while recomputed."""
+    """Return the bytes of a layer that keeps ``part``, and keeps the rest of ``whole`` only while it is recomputed."""
     return replace(part, again=max(0.0, whole.kept - part.kept))
 
 
@@ -227,7 +227,8 @@ class _LayerCounter(SavedCounter):
 
     def unpack(self, saved: Any) -> Tensor:
         """Note that the backward pass has begun, and count the tensor as being read."""
-        if not self._done:  # norms that widen their input keep a copy instead
+        # norms that cast their input to 32 bits keep the copy instead of the input
+        if not self._done:
             self._done = True
             self.inputs = Counter(
                 {

@@ -1,7 +1,7 @@
 """Report the memory of one rank, as predicted by its plan and as measured.
 
-The prediction is that of :mod:`hfscale.cost.model.memory_model`, with further inputs that only a model or a schedule
-has. The measurement counts distinct storages of parameters, gradients and the optimizer's state. Tensors that the
+The prediction comes from :mod:`hfscale.cost.model.memory_model`, with further inputs from the model and the
+schedule. The measurement counts distinct storages of parameters, gradients and the optimizer's state. Tensors that the
 forward pass keeps for the backward pass are counted by :mod:`hfscale.features.memory.saved`.
 """
 
@@ -140,13 +140,15 @@ def check_asked(
     tokens: str = "tokens",
     **counts: Any,
 ) -> None:
-    """Refuse invalid arguments of an estimate. ``tokens`` is the name of ``count``; ``None`` means a default."""
+    """Raise for invalid arguments of an estimate. ``tokens`` is the name under which errors report ``count``; arguments
+    that are ``None`` have defaults.
+    """
     check_count(tokens, count)
     for name, value in {"num_microbatches": microbatches, **counts}.items():
         if value is not None:
             check_count(name, value)
     if mixed_precision is not None:
-        Options(mixed_precision)  # refuses what is unknown
+        Options(mixed_precision)  # raises for unknown names
     if not isinstance(optim_args, Mapping | None):
         raise ConfigError(
             f"optim_args={optim_args!r} cannot be read: pass a mapping, as {{'momentum': 0.9}}"

@@ -1,4 +1,6 @@
-"""Summarize a model for a search over layouts: read its plan for one process once, so that the search only computes."""
+"""Summarize a model for a search over layouts, from its plan for one process, so that the search makes no further
+plans.
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,7 +29,7 @@ TILE = 8192  # tokens per tile to try if sequences are several times longer
 class Kept:
     """Hold the bytes per token that a layer keeps."""
 
-    cut: float  # bytes that tensor-parallel ranks shard, with sequence parallelism
+    cut: float  # bytes that are sharded over tensor-parallel ranks, with sequence parallelism
     whole: float  # bytes that each tensor-parallel rank has in addition
     again: float = 0.0  # bytes that the layer recomputes at once; sharded
     passing: float = 0.0  # gradients of activations in its backward pass; sharded
@@ -177,8 +179,8 @@ def _parts(layer: LayerBytes) -> tuple[float, float, float]:
 
 
 def _mean(seen: MeasuredLayers, plan: Plan) -> tuple[float, float, float]:
-    """Return the layers' mean kept bytes, the most bytes that a layer recomputes, and the most gradients of
-    one layer.
+    """Return three numbers of bytes: kept by a layer (the mean), recomputed by a layer (the maximum), and gradients of
+    activations in a layer (the maximum).
     """
     sizes = [
         _parts(known)

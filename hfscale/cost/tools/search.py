@@ -36,7 +36,7 @@ class Search:
     tried: int  # number of candidates
     # The fastest candidates that fit, one per kind of layout, the fastest first.
     best: tuple[CandidateCost, ...]
-    # Candidates that fit and that no other one beats in both memory and time, the fastest first.
+    # Candidates that fit, and for which no other candidate needs both less memory and less time; the fastest first.
     frontier: tuple[CandidateCost, ...]
     rejected: dict[str, str]  # kind of layout -> why no layout of this kind fits
 
@@ -170,7 +170,7 @@ class _Trial:
             )
 
     def check(self, gpus: int, tokens_per_step: int) -> None:
-        """Refuse impossible sizes, and memory budgets above the machine's memory."""
+        """Raise for impossible sizes, and for memory budgets above the machine's memory."""
         machine = self.cost.machine
         sequence = self.cost.summary.job.sequence
         check_count("gpus", gpus)
@@ -185,7 +185,7 @@ class _Trial:
             )
 
     def run(self, gpus: int, sequences: int, on_host: bool = False) -> list[CandidateCost]:
-        """Estimate every candidate; with ``on_host``, those that offload to CPU memory instead."""
+        """Estimate every candidate without offload to CPU memory or, with ``on_host``, every candidate with offload."""
         layouts = candidates(self.cost.summary, self.cost.machine, gpus, sequences)
         if on_host or self.only.get("offload"):
             layouts = offloading(

@@ -1,7 +1,7 @@
-"""Simulate one rank of a run without launching the run: the training code on the meta device, without other ranks.
+"""Simulate one rank of a run: execute the training code on the meta device, in one process without other ranks.
 
-A step takes the branches that it takes on GPUs, but computes no values. Collectives are recorded instead of sent, and
-the CPU gets made-up values instead of waiting for the device or another host.
+A step takes the same branches as on GPUs, but computes no values. Collectives are recorded instead of sent. Where the
+code would wait for a value from the device or another host, it gets a made-up value.
 """
 
 import logging
@@ -276,7 +276,7 @@ def meta_model(
     logger = logging.getLogger("hfscale")
     with simulated_rank(layout.total_size, rank, spec.device) as copies, ExitStack() as stack:
         stack.callback(logger.setLevel, logger.level)
-        logger.setLevel(logging.ERROR)  # warnings would be about a run that is never launched
+        logger.setLevel(logging.ERROR)  # no warnings, because this run is never launched
         outline = Outline(spec.config, spec.auto_class, dict(spec.stock))
         yield build(_WithoutValues(outline, 0), layout, options, adapter).train(), copies
 
@@ -292,7 +292,7 @@ def take_step(
     runtime = runtime_of(model)
     streams = runtime.streams
     executor = runtime.executor
-    # In a real run, ranks agree on random seeds before the first step, and stages on dtypes.
+    # In a real run, ranks exchange random seeds, and stages exchange dtypes, before the first step.
     if streams is not None:
         streams.agreed = True
     if isinstance(executor, Pipeline):

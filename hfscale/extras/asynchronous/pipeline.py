@@ -60,7 +60,7 @@ class _Version:
         self.kept: list[tuple[Tensor, Tensor]] = []
         self._casts = Casts()
         self.call = call
-        self.left = microbatches  # number of backward passes still to come
+        self.left = microbatches  # number of backward passes that have not run yet
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -88,7 +88,7 @@ class AsynchronousPipeline(Pipeline):
         super().__init__(runtime)
         self._last = self._layout.pp - 1
         self._depth = self._last - self._rank  # microbatches in flight between two calls
-        # Whether all stages update with the gradient of the same batch.
+        # Whether each update uses gradients of the same batch on all stages.
         self._every = self._layout.pipeline_schedule == "pipedream_2bw"
         self._broken = False
         self._trained: list[str] = []
@@ -100,7 +100,7 @@ class AsynchronousPipeline(Pipeline):
         self._held: dict[int, Microbatch] = {}  # microbatches in flight, by number
         self._versions: dict[int, _Version] = {}  # microbatch -> the weights of its forward pass
         self._finished: deque[_Version] = deque()  # versions whose backward passes are over
-        # Losses of calls that are being sent to all stages.
+        # Losses of earlier calls, which are being sent to all stages.
         self._reports: deque[tuple[Tensor, Any]] = deque()
         # The last call's loss, which is being copied from the device, and the event of the end of that copy.
         self._unsent: tuple[Tensor, Any] | None = None
@@ -145,7 +145,7 @@ class AsynchronousPipeline(Pipeline):
         ]
 
     def agrees(self, train: bool) -> bool:
-        """Return whether the stages exchange their reports now, which they cannot while microbatches are in flight."""
+        """Return whether stages exchange reports in this step: only possible without microbatches in flight."""
         return not train or not self._calls
 
     def run(
@@ -154,7 +154,8 @@ class AsynchronousPipeline(Pipeline):
         """Run one call. Return, on all stages, the loss of the batch whose gradients have reached the first stage: the
         batch of ``p - 1`` calls ago (PipeDream) or of the last call (2BW); nan while the pipeline fills.
         """
-        if not backward:  # with separate workers, so that microbatches in flight stay untouched
+        # an evaluation uses separate workers, so that microbatches in flight stay untouched
+        if not backward:
             with attribute_replaced(self, "workers", self._evaluators):
                 return super().run(model, batches, objective, backward=False)
         loss = self._call(batches, objective)
@@ -213,7 +214,7 @@ class AsynchronousPipeline(Pipeline):
             raise
         finally:
             self._objective = None
-        # Leave the old memory to the stash: the optimizer changes new memory.
+        # The weight stash keeps the old memory; the optimizer will change new memory.
         for parameter, _ in version.leaves if version.left else ():
             parameter.data = parameter.data.clone()
         self._calls += 1

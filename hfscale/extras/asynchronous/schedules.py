@@ -28,17 +28,21 @@ def asynchronous_order(pp_size: int, num_microbatches: int, steps: int, *, every
 
 
 def _kept_by_pipedream(pp_size: int, rank: int) -> tuple[int, int]:
-    """Return one version of the weights for every microbatch in flight (Narayanan et al. 2019)."""
+    """Return the number of kept older versions of weights, one per microbatch in flight, and of sets of gradients,
+    which is one (Narayanan et al. 2019).
+    """
     return pp_size - 1 - rank, 1
 
 
 def _kept_by_2bw(pp_size: int, rank: int) -> tuple[int, int]:
-    """Return at most two versions; gradients of a step wait for the end of the next step (Narayanan et al. 2021)."""
+    """Return the number of kept older versions of weights, at most one, and of sets of gradients, at most two, because
+    gradients of a step wait for the end of the next step (Narayanan et al. 2021).
+    """
     return min(pp_size - 1 - rank, 1), min(pp_size, 2)
 
 
 def _check(plan: "Plan", options: "Options") -> None:
-    """Refuse features that need all microbatches of a step to be finished at its end."""
+    """Raise for features that need all microbatches of a step to be finished at the end of the step."""
     layout = plan.layout
     schedule = layout.pipeline_schedule
     if layout.data_world > 1:
@@ -63,7 +67,9 @@ def _check(plan: "Plan", options: "Options") -> None:
 
 
 def _check_pipedream(plan: "Plan", options: "Options") -> None:
-    """Refuse what :func:`_check` refuses, and tied weights on several stages, whose copies would diverge."""
+    """Raise in the cases of :func:`_check`, and for weights that are tied across stages, because their copies would
+    diverge.
+    """
     _check(plan, options)
     if plan.stages is not None and plan.ties:
         names = " = ".join(plan.stages.ties[0].names)

@@ -1,8 +1,9 @@
 """Time the collectives of training by message size, between ranks of this machine or in torch's process group.
 
-A message is the larger side of a rank: everything that it sends (reduce-scatter, all-to-all, scatter's root) or
-receives (all-gather, gather's root). The *bus bandwidth* is the minimum that each link must carry, whatever the number
-of ranks; with it, collectives and machines can be compared. With ``n`` ranks and ``S`` bytes in ``t`` seconds::
+The size of a message is the larger of the bytes that one rank passes to the collective (reduce-scatter, all-to-all,
+scatter's root) and the bytes that it gets (all-gather, gather's root). The *bus bandwidth* is the minimum bandwidth of
+each link, and does not depend on the number of ranks, so collectives and machines can be compared by it. With ``n``
+ranks and ``S`` bytes in ``t`` seconds::
 
     all-reduce                                          S / t * 2 (n - 1) / n
     all-gather, reduce-scatter, all-to-all,

@@ -1,8 +1,8 @@
 """Measure a machine for :func:`hfscale.estimate`: matmuls, attention, copies, a layer, the loss, the optimizer.
 
 The constants come from one stock LLaMA layer with the shapes of :class:`Sizes`. The time of its forward and backward
-pass minus matrix products and attention is elementwise work. With only a few tokens, the time is that of the CPU's
-launches. Without a GPU, one processor does both, so these times add up.
+pass minus matrix products and attention is elementwise work. With only a few tokens, the time is the CPU's
+time for launching kernels. Without a GPU, one processor launches and computes, so both times add up.
 """
 
 import os
@@ -24,8 +24,8 @@ from ...cost.model.machines_known import Constants, Machine, fitted
 from ...cost.model.model_shape import ModelShape
 from ...cost.model.step_time import layer_seconds
 
-_TINY = 4  # so few tokens that a layer's time is only that of launching it
-_SHARED = 64  # ranks per node without GPUs: all ranks are near
+_TINY = 4  # so few tokens that a layer's time is only the time of launching its kernels
+_SHARED = 64  # assumed ranks per node on machines without GPUs, so that all ranks count as being on one node
 _UNKNOWN_LINK = 1e9
 _UNKNOWN_LATENCY = 1e-4
 
@@ -176,8 +176,8 @@ class _Meter:
         return source.nbytes / self._time(lambda: target.copy_(source))
 
     def layer(self, sequence: int, batch: int) -> float:
-        """Return the seconds of a stock LLaMA layer, forward and backward: half the difference of three
-        layers and one.
+        """Return the seconds of a stock LLaMA layer, forward and backward: half the difference between three layers and
+        one layer.
         """
         return max(
             1e-6,

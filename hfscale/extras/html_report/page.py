@@ -129,7 +129,7 @@ def _schedule(timeline: Timeline) -> str:
 
 
 def _scatter(found: Search) -> str:
-    """Plot seconds over memory on logarithmic axes, because layouts differ by factors."""
+    """Plot seconds over memory on logarithmic axes, because both differ by large factors between layouts."""
     shown: list[tuple[CandidateCost, str]] = [
         (candidate, _COLORS[0]) for candidate in found.frontier
     ]

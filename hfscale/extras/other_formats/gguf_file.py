@@ -3,9 +3,9 @@
 ::
 
     b"GGUF"  version  number of tensors  number of fields
-    fields   name, type, value                             of the model and its tokenizer: stock code reads them
+    fields   name, type, value                             describe model and tokenizer: transformers reads them
     tensors  name, sizes (the last dim first), type, place
-    data     at places that are multiples of general.alignment
+    data     at offsets that are multiples of general.alignment
 
 Values are dequantized by the package gguf, to float32, as in transformers.
 """
@@ -129,7 +129,7 @@ class GgufFile(BytesOnDisk):
 
 
 class _TensorAt(TensorOnDisk):
-    """Read one plain tensor of a file at its place."""
+    """Read one unquantized tensor of a file at its offset."""
 
     def __init__(
         self, file: BytesOnDisk, begin: int, shape: tuple[int, ...], dtype: torch.dtype
@@ -163,7 +163,9 @@ class _Cursor:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
     def count(self, most: int, what: str) -> int:
-        """Return the next number, a count of things that take at least one byte each, so that it can be checked."""
+        """Return the next number, a count of items of at least one byte each; raise ValueError if the file cannot hold
+        so many.
+        """
         found = int(self.number("<Q"))
         if found > min(most, self.size - self.at):
             raise ValueError(f"it claims to have {found} {what}")
@@ -226,7 +228,9 @@ def _table(cursor: _Cursor, count: int, package: Any) -> dict[str, _Entry]:
 
 
 def _fields(cursor: _Cursor, count: int) -> dict[str, Any]:
-    """Return the fields that tell how the file is laid out; skip all other fields."""
+    """Return the fields that are needed to read the tensors (alignment, architecture, rotary scaling); skip all other
+    fields.
+    """
     found: dict[str, Any] = {}
     for _ in range(count):
         name = cursor.text()

@@ -1,9 +1,9 @@
-"""Read tensors of GGUF files by the names of transformers, and in the row order of transformers.
+"""Read tensors of GGUF files under transformers' names, and in transformers' order of rows.
 
 llama.cpp stores some tensors differently, by architecture: rows of queries and keys are ordered by the pairs that are
-rotated together, projections of experts are separate, and norms have one added. A rule per architecture tells from
-which boxes of the file a box of a tensor is read. :data:`BY_SLICES` lists the architectures for which these rules are
-enough.
+rotated together, projections of experts are separate, and norms have one added. A rule per architecture maps
+a box (a slice in every dim) of a tensor to the boxes of the file from which it is read. :data:`BY_SLICES` lists the
+architectures for which these rules are enough.
 """
 
 import logging
@@ -113,7 +113,8 @@ def as_transformers(file: GgufFile, model: Any) -> dict[str, TensorOnDisk]:
 def _warn_of_rotary(file: GgufFile, config: Any, factors: bool) -> None:
     """Warn if the file scales rotary embeddings, by ``factors`` or by its fields, but the config does not."""
     told = getattr(config, "rope_parameters", None) or {}
-    inner = [each for each in told.values() if isinstance(each, Mapping)]  # of kinds of layers
+    # one mapping per kind of layer
+    inner = [each for each in told.values() if isinstance(each, Mapping)]
     kinds = {each.get("rope_type", "default") for each in (inner or [told])}
     if (file.scaling != "none" or factors) and kinds == {"default"}:
         _log.warning(

@@ -27,7 +27,8 @@ from .gguf_file import SUFFIX, GgufFile, begins_like_one
 from .gguf_names import BY_SLICES, as_transformers
 
 _log = logging.getLogger(__name__)
-_NOT_OF_FILES = ("subfolder", "trust_remote_code")  # unlike other HUB_ARGUMENTS
+# The HUB_ARGUMENTS that do not apply to GGUF files.
+_NOT_OF_FILES = ("subfolder", "trust_remote_code")
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class _Gguf(AddedSource):
             return None
         GgufFile(file)
         rest = {key: value for key, value in kwargs.items() if key not in ("subfolder", FILE)}
-        # The weights become plain values in any case.
+        # The weights are always dequantized.
         if method_of(rest.get("quantization_config")) == OF_GGUF:
             del rest["quantization_config"]
         return str(file.parent), {**rest, FILE: file.name}

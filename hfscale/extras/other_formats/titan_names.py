@@ -1,4 +1,4 @@
-"""Read weights with torchtitan's names for Llama 3, by the names and in the row order of transformers.
+"""Read weights that have torchtitan's names for Llama 3, under transformers' names and in transformers' order of rows.
 
 torchtitan rotates neighbouring entries of a head together; transformers rotates the first half of a head against the
 second. So rows of queries and keys are ordered differently: entry ``2 i + half`` of a head in torchtitan is entry

@@ -7,7 +7,7 @@
     global_step3/zero_pp_rank_0_mp_rank_00_...     stage 3: the same contents, one file per rank
         ..._optim_states.pt                        partitions of each group, of weights and of moments, in 32 bits
 
-    stages 1, 2    rank 0 [q q q q k] rank 1 [k v v v v]     a group is split at any place
+    stages 1, 2    rank 0 [q q q q k] rank 1 [k v v v v]     a group may be split inside a parameter
     stage 3        rank 0 [q q k v v] rank 1 [q q k v v]     each parameter is sharded over all ranks, padded at its end
 
 Trained weights are the 32-bit master weights. Frozen weights are in the model states, in their own dtype: whole with
@@ -200,8 +200,8 @@ class ZeroCheckpoint:
                 found[name] = TensorInTorchFile(file, name, place)
 
     def optimizer(self) -> dict[str, Any]:
-        """Return the optimizer's state like ``state_dict()``, but with lazy tensors, and with names instead
-        of numbers.
+        """Return the optimizer's state in the form of ``state_dict()``, but with lazy tensors, and with parameters'
+        names instead of their indices.
         """
         base = [rank[_STATES[self.stage]] for rank in self._ranks]
         if not isinstance(base[0], dict) or not base[0].get("state"):
@@ -234,7 +234,7 @@ class ZeroCheckpoint:
         return self._flat(0, value)[...] if isinstance(value, PlaceInFile) else value
 
     def _tensors(self, partitions: list[list[PlaceInFile]]) -> list[tuple[str, TensorInRuns]]:
-        """Return every parameter's tensor in flat partitions, of which each rank has one per group."""
+        """Return every parameter's tensor from flat partitions; each rank has one partition per parameter group."""
         by_rank = [[self._flat(n, each) for each in rank] for n, rank in enumerate(partitions)]
         return self._cut_everywhere(by_rank) if self.stage == 3 else self._one_by_one(by_rank)
 

@@ -1,4 +1,6 @@
-"""Explain, when a process ends because memory ran out, what held the memory and what would need less."""
+"""Explain an out-of-memory error that ends a process: which kinds of tensors held the memory, and which settings need
+less.
+"""
 
 from ...extensions import Extension
 

@@ -105,7 +105,7 @@ def _planned(
     length = min(tokens, batch.shape[-1] * context)
     try:
         return memory_estimate(runtime.model, sequence_length=length, **{**given, **changed})
-    except HFScaleError:  # the optimizer is not one that can be estimated
+    except HFScaleError:  # no estimate exists for this optimizer
         return None
 
 

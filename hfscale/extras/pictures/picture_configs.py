@@ -8,9 +8,9 @@ from transformers import AutoConfig
 
 from ...models.clone import HEAD_DIM, merged, tiny_clone
 
-# Changes that make default configs tiny: of text models (``decoders``); sizes in configs that read pictures (``tower``)
-# and in configs around them (``whole``); of vision-language families, nested dicts (``pictures``); and the families
-# with rotary sections that their configs do not name (``sectioned``).
+# Changes that make default configs tiny. ``decoders``: changes to configs of text models. ``tower``: sizes in configs
+# of vision towers. ``whole``: sizes in the configs that contain a tower's config. ``pictures``: nested changes to
+# configs of vision-language families. ``sectioned``: families with rotary sections that their configs do not name.
 _KNOWN = json.loads((Path(__file__).parent / "tiny_configs.json").read_text())
 CHANGES: dict[str, dict[str, Any]] = _KNOWN["decoders"]
 SIDE = 16

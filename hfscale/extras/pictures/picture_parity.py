@@ -1,7 +1,7 @@
 """Make tiny vision-language models, and batches of texts with pictures for them.
 
-Families differ in the format of pictures. Features of the vision tower replace placeholders in the text. The number of
-placeholders per picture is not computed by rules: a model computes the features once, and the features are counted.
+Families differ in the format of pictures. Features of the vision tower replace placeholders in the text. To find the
+number of placeholders per picture, a model computes the features of one picture, and the features are counted.
 """
 
 import inspect
@@ -48,7 +48,7 @@ _WAYS = (
 
 @dataclass
 class PictureCase(Case):
-    """Define a parity case whose texts have a picture in the middle, some texts excepted."""
+    """Define a parity case in which most texts have a picture in the middle."""
 
     auto_class: Any = AutoModelForImageTextToText
     # the ``(step, distinct batch, microbatch)`` without pictures

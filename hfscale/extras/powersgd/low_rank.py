@@ -72,7 +72,7 @@ class PowerSGD(Compressor):
             )
         right = {i: matrix.T @ left[i] for i, matrix in whole.items()}
         self._mean(list(right.values()))
-        # So all replicas agree, without a device synchronization.
+        # Reduced on the device, so that all replicas agree without a device synchronization.
         averaged = [
             *right.values(),
             *vectors,

@@ -1,8 +1,8 @@
-"""Prove facts about a model class that plans need; each proof runs a tiny clone, or the model without memory.
+"""Prove the facts about a model class that plans need. Each proof runs a tiny clone, or the model on the meta device.
 
 :mod:`hfscale.models.facts` calls a proof if its table has no answer; ``scripts/prove_facts.py`` fills the table by the
-same proofs. A proof returns its answer (JSON), and whether the answer holds for all models of the same digest, whatever
-their sizes.
+same proofs. A proof returns its answer (JSON), and whether the answer holds for all models with the same digest (in
+:mod:`hfscale.models.facts`), whatever their sizes.
 """
 
 from ...extensions import Extension

@@ -1,4 +1,4 @@
-"""Prove which tensors a router adds to its scores only for the choice of experts (Wang et al. 2024)."""
+"""Prove which tensors a router adds to its scores only to choose experts, not to weight them (Wang et al. 2024)."""
 
 from collections.abc import Iterator
 from contextlib import suppress

@@ -1,4 +1,7 @@
-"""Prove facts about modules before, between and after the layers of a model, unused modules, and loans."""
+"""Prove facts about modules before, between and after a model's layers, about unused modules, and about loans.
+
+A loan is a module of the first layer whose result all layers read (:class:`hfscale.plan.stages.Loan`).
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -33,7 +36,7 @@ def prove_entry(
 ) -> tuple[dict[str, Any], bool]:
     """Trace the model up to its first layers. ``firsts`` maps the first layer of each layer list to the module that
     runs the list. Return ``before`` and ``direct`` of :class:`_EntryProbe`, its ``failure``, and ``odd``: the shapes of
-    layer inputs that are not samples, tokens and width.
+    layer inputs that are not ``[samples, tokens, width]``.
     """
     probe = probed(_EntryProbe, model, firsts, embedding)
     odd = {
@@ -141,9 +144,9 @@ class PassageProbe(Probe):
         # structure of a layer's result: ``None`` for a tensor, ``n`` for a tuple of ``n`` that begins with hidden
         # states
         self.returns: int | None = None
-        # the same structure for the called modules among ``items``; 0 for anything else
+        # structure of the results of those ``items`` that are called, in the same form; 0 for anything else
         self.item_returns: dict[str, int | None] = {}
-        # reasons why several processes cannot run the layers if they pass only hidden states on, in words
+        # reasons, in words, why several processes cannot run the layers if they send each other only hidden states
         self.obstacles: list[str] = []
         # the ``items`` from which layers get more than hidden states (inputs per layer, positions from a table): every
         # process would need these items
@@ -155,7 +158,8 @@ class PassageProbe(Probe):
         self._stream: Tensor | None = None  # hidden states of the last layer
         # Tensor -> the items that it depends on; "" means that it depends on layers.
         self._sources = WeakTensorKeyDictionary()
-        self._offered: list[Tensor] = []  # in a mapping, from earlier layers to this one
+        # tensors that earlier layers have written into a mapping that this layer gets
+        self._offered: list[Tensor] = []
         self._calling: list[str] = []
         self._uses: dict[int, str] = {}  # id of a parameter -> the only item with it
         for item in items:
@@ -356,7 +360,9 @@ class _ReachProbe(Probe):
 
 
 def prove_loan(model: Any, loan: Loan) -> tuple[bool, bool]:
-    """Return whether a tiny clone shows that layers can use the loan."""
+    """Return whether layers can use the loan (a module of the first layer whose result all layers read), tested on a
+    clone.
+    """
     clone = tiny_model(model)
     # Stock code may raise anything if layers do not get their usual arguments.
     with suppress(Exception):
@@ -366,7 +372,9 @@ def prove_loan(model: Any, loan: Loan) -> tuple[bool, bool]:
 
 @torch.no_grad()
 def proved(model: Any, loan: Loan) -> bool:
-    """Return whether a model computes the same if its layers get hidden states and the loan only; changes the model."""
+    """Return whether a model computes the same if its layers get only hidden states and the loan's result; changes the
+    model.
+    """
     model.eval()
     lent = model.get_submodule(loan.name)
     for parameter in lent.parameters():  # zeros would prove nothing

@@ -1,7 +1,7 @@
 """Prove whether a model's loss is that of causal language models, or a mean over rows or over labels.
 
-Names of classes do not tell: some classes use that very function for a loss of another name, and some classes with its
-name shift labels themselves, or add to the loss. Also prove that a model separates the documents of a row: a tiny copy
+The name of a loss proves nothing: some classes use the causal loss under another name, and some classes use its name
+but shift labels themselves, or add to the loss. Also prove that a model separates the documents of a row: a tiny clone
 must compute the same for the row as for each document alone.
 """
 
@@ -46,7 +46,7 @@ _COUNTS = {"rows": len, "labels": lambda labels: (labels != _IGNORED).sum()}
 
 
 _LENGTHS = (1, 6, 1, 4)  # lengths of documents in one row
-_NOWHERE = 64  # a length longer than the row
+_NOWHERE = 64  # a number of tokens that is larger than the length of the row
 _APART = 1e-4  # relative, in float32; leaks between documents change logits by 1e-2 or more
 
 
@@ -157,7 +157,7 @@ def prove_own_loss(model: Any) -> tuple[dict[str, Any] | None, bool]:
             )
             if over is not None:
                 return asdict(OwnLossPlan(over, _divides(model, first, losses[0]))), True
-            # If no row was ignored, other labels will not help.
+            # Only ignored rows justify another try: without them, other labels give the same result.
             if first["labels"].ndim > 1 or not (first["labels"] == _IGNORED).any():
                 return None, True
     return None, True
@@ -253,9 +253,10 @@ def prove_documents(
     name: str,
     length: int,
 ) -> tuple[str, bool]:
-    """Return why documents in one row affect each other; empty if they do not. The model, of the stock class ``kind``,
-    may be parallelized. Its attention learns of documents by lengths, like ``flash`` kernels, by a mask (``masked``),
-    or else by positions, which begin at ``start``. The config's field ``name``, if any, is set to ``length``.
+    """Return the reason why documents in one row affect each other; empty if they do not. The model, of the stock class
+    ``kind``, may be parallelized. Documents are marked for attention by their lengths (``flash``, like flash kernels),
+    by a mask (``masked``), or otherwise by positions, which begin at ``start``. The config's field ``name``, if any, is
+    set to ``length``.
     """
     lengths = dict.fromkeys(lengths_of(model.config), _NOWHERE) | ({name: length} if name else {})
     config = with_lengths(model.config, lengths)

@@ -52,7 +52,7 @@ def prove_mixing(
     - ``mixing``: why sequences cannot be split; empty if they can.
     - ``pads``: whether rows may be padded.
     - ``kinds``: names of module classes that mix tokens and need whole sequences.
-    - ``handing``: names of module classes that mix tokens, but only need the states before their part of a sequence.
+    - ``handing``: names of module classes that mix tokens, but need only the state at the end of the preceding part.
     - ``seen``: names of all module classes that were examined.
     """
     # Windows and chunks must be shorter than the sequences of the proof.
@@ -120,8 +120,8 @@ def _find_mixing(model: Any, padded: bool, mixers: "_Mixers", text: str) -> str:
 
 
 class _Mixers:
-    """Find modules whose output over a part of a sequence differs from that over the whole; replace it by
-    the latter.
+    """Find modules whose output for a part of a sequence differs from their output for the full sequence; in later
+    passes, use the output for the full sequence.
     """
 
     def __init__(self, candidates: Sequence[nn.Module]) -> None:
@@ -189,7 +189,9 @@ class _Mixers:
         return [module for module in self._candidates if type(module) in self.mix]
 
     def begin(self, part: CutBatch | None = None, records: bool = False) -> None:
-        """Begin a pass: over full sequences if it ``records``, over ``part``, or (without both) one that is ignored."""
+        """Begin a pass. With ``records``, it runs full sequences and records outputs; with ``part``, it runs this part;
+        with neither, nothing is recorded or compared.
+        """
         self._records, self._part, self._calls = records, part, dict[int, int]()
 
     def _after(
@@ -305,7 +307,9 @@ def _compare(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> st
 
 
 def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> str:
-    """Compare again, with mixers that get whole sequences as in a run, for which their inputs need a token dim."""
+    """Compare again, with mixers that get full sequences, gathered as in a run; gathering needs inputs with a token
+    dim.
+    """
     mixers.begin()
     mixers.gathers = True
     tape = list[Tensor]()

@@ -1,4 +1,4 @@
-"""Build tiny clones; run a model on two tokens, mostly without memory, to record the order of its modules."""
+"""Build tiny clones; run a model on two tokens, mostly on the meta device, to record the order of its modules."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -116,7 +116,8 @@ class Probe(TorchDispatchMode):
         ids = torch.full(PROBED, 3, dtype=torch.long, device=device)
         end_texts(ids, model.config)
         if device.type != "meta" and takes_argument(model, "use_cache"):
-            # On the meta device transformers' masks need a cache; elsewhere, classes without attention must have none.
+            # On the meta device, transformers' masks need a cache; on other devices, classes without attention must get
+            # no cache.
             inputs.setdefault("use_cache", False)
         modes = [(module, module.training) for module in model.modules()]
         inputs = {
@@ -159,7 +160,7 @@ ProbeT = TypeVar("ProbeT", bound=Probe)
 
 
 def probed(probe: Callable[..., ProbeT], model: Any, *about: Any) -> ProbeT:
-    """Probe the model itself, mostly without memory; if its code reads values, probe a tiny clone instead."""
+    """Probe the model itself, mostly on the meta device; if its code reads values, probe a tiny clone instead."""
     result = probe(model, *about)
     clone = tiny_model(model) if result.failure else None
     return result if clone is None else probe(clone, *about)

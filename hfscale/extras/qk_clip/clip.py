@@ -1,9 +1,9 @@
 """QK-clip (Kimi Team 2025): after a step, scale down queries and keys of heads whose largest attention score is too
 large.
 
-Attention functions keep no scores. Transformers finds them by a name in the config. A name registered by hfscale wraps
-the original function, gets queries and keys after norms and rotary embeddings, and multiplies them once more, in
-blocks::
+Attention functions keep no scores, so hfscale computes them again. transformers looks up the attention function by a
+name in the config. Under another name, hfscale registers a wrapper of the original function. The wrapper gets queries
+and keys after norms and rotary embeddings, and multiplies them in blocks::
 
     some rows of q [b, h, s, d], all of k  -->  scores [b, h, rows, s]  --those not hidden-->  largest [h]
     q, k, v                                -->  the attention that was there
@@ -75,13 +75,13 @@ class LargestScores:
         _measures.update(dict.fromkeys(modules, ref(self)))
 
     def take(self) -> dict[nn.Module, Tensor]:
-        """Return the largest scores ``[h]`` since the last call, of the modules that attended."""
+        """Return the largest scores ``[h]`` since the last call, for each module that has computed attention since."""
         largest = self._found
         self._found = {}
         return largest
 
     def drop(self) -> None:
-        """Forget the scores since the last step, if that step is skipped."""
+        """Discard the scores collected since the last step; called when the current step is skipped."""
         self._found = {}
 
     @torch.no_grad()
@@ -94,7 +94,9 @@ class LargestScores:
         scaling: float,
         causal: bool,
     ) -> None:
-        """Include the scores of one attention call; collective over ``context`` if sequences are sharded."""
+        """Include the scores of one attention call in the largest scores; collective over ``context`` if sequences are
+        sharded.
+        """
         if isinstance(mask, MaskBlocks):
             assert self._context is not None
             key = gather_sequences(key.transpose(1, 2), mask.batch, self._context).transpose(1, 2)
@@ -260,7 +262,7 @@ class QueryKeyClip(Stepper):
                     member.weight.mul_(member.planned.take(every, self._mesh.ranks))
 
     def _find(self, known: Mapping[str, Member], runtime: Runtime) -> Iterator[_Attention]:
-        """Yield the attention modules of this rank's layers; refuse modules whose scores cannot be clipped."""
+        """Yield the attention modules of this rank's layers; raise for modules whose scores cannot be clipped."""
         kind = stock_class(runtime.model)
         answers = ask("score scaling", runtime.model, stock=kind, kind=kind)
         if not answers:
@@ -280,7 +282,9 @@ class QueryKeyClip(Stepper):
     def _attention(
         self, name: str, module: nn.Module, known: Mapping[str, Member], runtime: Runtime
     ) -> _Attention:
-        """Return one attention module with its projections among the members ``known``; refuse frozen projections."""
+        """Return one attention module with its projections among the members ``known``; raise if a projection is
+        frozen.
+        """
         every = [[f"{name}.{each}.{kind}" for kind in ("weight", "bias")] for each in PROJECTIONS]
         for missing in (
             each for each in chain(*every) if each in runtime.plan.by_name and each not in known

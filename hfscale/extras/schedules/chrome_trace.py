@@ -1,8 +1,8 @@
 """Write and read recorded runs as Chrome trace events, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 Each action is one complete event (``"ph": "X"``): ``pid`` is the number of the run or of its step, ``tid`` the rank,
-``ts`` and ``dur`` are microseconds, and ``args`` has stage, microbatch and kind. Timelines whose unit is not seconds
-are written with one unit as one millisecond.
+``ts`` and ``dur`` are microseconds, and ``args`` has stage, microbatch and kind. In timelines whose unit is
+not seconds, one unit is written as one millisecond.
 """
 
 import json

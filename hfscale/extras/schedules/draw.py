@@ -1,4 +1,4 @@
-"""Draw a pipeline schedule before it runs, or next to a recorded run (``hfscale schedule``)."""
+"""Draw a planned pipeline schedule, alone or next to a recorded run (``hfscale schedule``)."""
 
 import argparse
 import shutil
@@ -151,8 +151,8 @@ def measured_costs(timeline: Timeline) -> Costs:
 
 
 def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> tuple[Order, str, int]:
-    """Return the requested order, its schedule and its number of microbatches; a recorded run or CSV file completes the
-    request.
+    """Return the requested order of actions, its schedule and its number of microbatches. Options that are left out are
+    taken from the recorded run or CSV file.
     """
     known = measured is not None and (
         measured.name in schedule_names() or measured.name.endswith(".csv")
@@ -178,8 +178,8 @@ def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> tuple[Or
 
 
 def _steps(schedule: str, microbatches: int, measured: Timeline | None) -> int:
-    """Return the number of steps to draw: of a run without flushes, all recorded steps, or enough to show
-    the overlap.
+    """Return the number of steps to draw: one with flushes; without flushes, all recorded steps, or enough to show how
+    steps overlap.
     """
     kind = schedule_of(schedule)
     if kind.flushes:

@@ -60,7 +60,7 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
         raise ConfigError(
             "this model is being recorded already: leave the first record_schedule before the next"
         )
-    # Check the folder on rank 0, for whose error the other ranks would wait at the end.
+    # Check the folder now, on rank 0, because a failed write at the end would leave the other ranks waiting.
     missing = [not target.absolute().parent.is_dir()]
     dist.broadcast_object_list(missing, src=0, group=runtime.mesh.control)
     if missing[0]:

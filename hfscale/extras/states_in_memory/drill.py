@@ -48,7 +48,7 @@ class Strike(NamedTuple):
     rank: int
     step: int  # the last step before the strike
     lost: int  # number of steps that were lost
-    seconds: float  # from the last signal to the end of the next step of the ranks that were started again
+    seconds: float  # from the last signal to the end of the restarted ranks' next step
 
 
 def drill(

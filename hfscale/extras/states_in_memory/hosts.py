@@ -15,7 +15,9 @@ Files = dict[str, FileSum]
 
 
 class Hosts:
-    """Describe the hosts of a run. A host is identified by its first rank; ``first`` has that rank for every rank."""
+    """Describe the hosts of a run. A host is identified by its first rank; ``first`` maps every rank to its host's
+    first rank.
+    """
 
     def __init__(self, mesh: Mesh, directory: Path) -> None:
         """Find out which ranks share a host: those that see each other's files in ``directory``. Call it on
@@ -73,9 +75,8 @@ class Hosts:
                 target = ranks[number % len(ranks)]
                 content = None
                 if mesh.rank == target:
-                    with (directory / name).open(
-                        "wb"
-                    ) as file:  # if memory is full: an error now, no signal later
+                    # Reserve the memory: if memory is full, this is an error now instead of a signal later.
+                    with (directory / name).open("wb") as file:
                         if files[name].size:
                             os.posix_fallocate(file.fileno(), 0, files[name].size)
                 if files[name].size and mesh.rank in (source, target):
@@ -83,7 +84,8 @@ class Hosts:
                     size = files[name].size
                     content = torch.from_file(path, mesh.rank == target, size, dtype=torch.uint8)
                 transfers.append((content, source, target))
-        mesh.all_gather_object(None)  # nobody sends to a rank without enough memory
+        # Wait for all ranks, so that no rank sends to a rank without enough memory.
+        mesh.all_gather_object(None)
         moves: list[Any] = []
         for tag, (content, source, target) in enumerate(transfers):
             if content is not None:

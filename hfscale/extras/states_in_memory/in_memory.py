@@ -86,7 +86,7 @@ class StatesInMemory:
         self.every = every
         self.optimizer = optimizer
         self.others = others
-        # of the latest state: bytes on this host, and seconds that the steps waited
+        # for the latest saved state: its bytes on this host, and the seconds that training steps waited for the save
         self.bytes = 0
         self.seconds = 0.0
         self._model, self._disk = model, target_of(directory)
@@ -157,7 +157,7 @@ class StatesInMemory:
             if (newest := self.newest()) is not None:
                 return load_state(self._model, newest, **given)
         except CheckpointError as error:
-            # Starting from step 0 would replace the state in memory.
+            # Raise if the disk has no state either: a run from step 0 would replace the state in memory.
             if none_there(self._disk, self._mesh):
                 raise
             _log.warning("%s: taking the newest state of %s instead", error, self._disk)

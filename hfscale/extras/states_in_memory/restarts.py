@@ -22,7 +22,8 @@ from ...distributed.processes import (
 )
 from ...errors import ConfigError, check_count
 
-# seconds between checks; seconds to report an error before the end; the exit code of a refusal
+# Seconds between checks; seconds that ranks have to report an error before they are killed; the exit code of a run that
+# raised for wrong options
 _LOOK = 0.1
 _GRACE = 5.0
 _REFUSED = 2
@@ -102,8 +103,8 @@ def _wait(child: int, store: Any, world: int) -> tuple[int, bool]:
         time.sleep(_LOOK)
     for number, handler in before.items():
         signal.signal(number, handler)
-    count("final", bool(told))  # also if the signal came after the child's end
-    # Other failures may look like a refusal on other ranks.
+    count("final", bool(told))  # counted even if the parent got the signal after the child ended
+    # A failure of one rank may make other ranks end with code 2 (wrong options).
     refused = count("refused") and not count("broken")
     return code, count("failed") > 0 and not count("final") and not refused
 

@@ -184,8 +184,8 @@ class Variation:
 
 
 class Upcycling:
-    """Convert a dense model to the mixture ``model`` on the meta device. Raise :class:`CheckpointError` if
-    they misfit.
+    """Convert a dense model to the mixture ``model``, which is on the meta device. Raise :class:`CheckpointError` if
+    the dense model's tensors do not fit the mixture.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Upcycling:
                 "experts of a layer are one tensor in transformers: load it with one dtype and save it again"
             )
         self.dtype: torch.dtype = types.pop()  # dtype of experts and routers
-        # The config of a model in memory may tell an older dtype than its weights have.
+        # The config of a model in memory may name another dtype than its weights now have.
         self.model.config.dtype = self.dtype
         if dense.generation is not None:
             self.model.generation_config = dense.generation
@@ -230,7 +230,7 @@ class Upcycling:
         }
 
     def with_progress(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield :meth:`tensors` with a progress bar, if it takes long."""
+        """Yield the tensors of :meth:`tensors`, with a progress bar if this takes long."""
         hidden = not logging.is_progress_bar_enabled()
         with tqdm(
             desc="upcycle", unit="B", unit_scale=True, delay=_BAR_AFTER_SECONDS, disable=hidden
@@ -315,7 +315,9 @@ def _prefix(layer: int) -> str:
 
 
 def _names_as_found(model: PreTrainedModel, dense: WholeModel) -> dict[str, str]:
-    """Map each tensor that the dense ``model`` needs to that one of its tied names that is stored."""
+    """Map the name of each tensor that the dense ``model`` needs to the stored name. The names differ if tensors are
+    tied.
+    """
     others: dict[str, list[str]] = {}
     for tied, owner in model.all_tied_weights_keys.items():
         others.setdefault(owner, []).append(tied)

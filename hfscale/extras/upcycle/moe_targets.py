@@ -65,10 +65,10 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)  # further fields: ``norm_topk_prob``
     # The target's field that makes every n-th layer a mixture; ``None``: all layers are mixtures.
     every_field: str | None = None
-    # fields that only the dense family has, and their values without effect; ``None``: any value
+    # fields that only the dense family has -> the value with which the field has no effect; ``None``: any value
     neutral: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
     kept: tuple[str, ...] = ()  # fields that the target reads without declaring them
-    # Whether the target has one sliding window for all layers, whatever their types.
+    # Whether the target applies one sliding window to all layers, even if the config lists several layer types.
     one_window: bool = False
     shared: SharedExpert | None = None  # the target's shared expert
 
@@ -170,7 +170,9 @@ def find_family(config: PreTrainedConfig) -> Family:
 def upcycled_config(
     config: PreTrainedConfig, *, num_experts: int, top_k: int, every: int
 ) -> PreTrainedConfig:
-    """Return the target's config: common fields are copied, others translated. Refuse with a list of all problems."""
+    """Return the target's config: common fields are copied, the remaining ones translated. Raise with a list of all
+    problems.
+    """
     family = find_family(config)
     problems = _arguments(config, family, num_experts, top_k, every)
     values: dict[str, Any] = config.to_dict()
@@ -242,7 +244,7 @@ def _one_window(
     family: Family,
     problems: list[str],
 ) -> dict[str, Any]:
-    """Return the sliding window that all layers share; refuse a model that mixes layers with and without a window."""
+    """Return the sliding window that all layers share; raise if the model mixes layers with and without a window."""
     kinds = set(config.layer_types)
     if len(kinds) > 1:
         problems.append(

@@ -1,9 +1,10 @@
 """Install tensor parallelism for PEFT's adapters inside tensor-parallel blocks.
 
-A wrapper computes with local factors, and the projection inside it with a local weight; their sum is all-reduced, or
-stays sharded, at the block's edge. This module handles the remaining cases: gradients of replicated factors are partial
-and must be summed; DoRA needs the norms of full rows; and dropout before an adapter must draw equal masks on all ranks
-if its input is replicated, and different masks if it is sharded.
+A wrapper computes with local factors, and the projection inside the wrapper with a local weight. Their sum is
+all-reduced, or stays sharded, by the collective at the entry or exit of the tensor-parallel block. This
+module handles the remaining cases: gradients of replicated factors are partial and must be summed; DoRA needs the norms
+of full rows; and dropout before an adapter must draw equal masks on all ranks if the input is replicated, and different
+masks if the input is sharded.
 """
 
 from collections.abc import Callable
@@ -46,8 +47,8 @@ from .whole_projections import install_whole_projections
 
 
 def install_adapter_edges(runtime: Runtime) -> set[nn.Module]:
-    """Connect adapters over tensor ranks, if there are adapters and several tensor ranks. Return the wrappers whose
-    first factor saves only a shard of its input for the backward pass.
+    """Install the communication between tensor ranks that adapters need, if there are adapters and several tensor
+    ranks. Return the wrappers whose first factor saves only a shard of its input for the backward pass.
     """
     plan = runtime.plan
     model = runtime.model
@@ -80,8 +81,8 @@ def install_adapter_edges(runtime: Runtime) -> set[nn.Module]:
 
 
 def _reader_of(model: nn.Module, adapter: AdapterParameter, holder: nn.Module) -> nn.Module:
-    """Return the module that computes with ``holder``; for a vector that all wrappers share, the adapter's own
-    module.
+    """Return the module whose forward pass reads the adapter's parameter in ``holder``. For a vector that all wrappers
+    share, this is the adapter's own module.
     """
     if adapter.kept_in == UNILORA_VECTOR:
         return module_at(model, adapter.base.rpartition(".")[0])
@@ -89,8 +90,8 @@ def _reader_of(model: nn.Module, adapter: AdapterParameter, holder: nn.Module) -
 
 
 def _is_computed_by_all(plan: Plan, adapter: AdapterParameter) -> bool:
-    """Return whether every tensor rank computes the full gradient of a module's part of a vector that all modules
-    share.
+    """Return whether, for an adapter with one vector that all modules share, every tensor rank computes the full
+    gradient that comes from this module.
     """
     base = plan.by_name[adapter.base]
     whole = base.cut_over("tp") is None and "tp" not in base.partial
@@ -98,8 +99,8 @@ def _is_computed_by_all(plan: Plan, adapter: AdapterParameter) -> bool:
 
 
 def _read_by_first(sums: PartialSums, first: bool, leaf: Tensor) -> Tensor:
-    """Return a parameter for use in a module where every rank computes the full gradient, although gradients are
-    summed.
+    """Return a parameter whose gradient is summed over ranks, for a module where every rank computes the full gradient:
+    only the first rank's gradient counts in the sum.
     """
     read = sums.read(leaf)
     # Other ranks need a gradient of zeros, because the sum may be a collective of the backward pass.
@@ -171,7 +172,7 @@ def _keep_shares(wrapper: nn.Module, overlap: Overlap, sums: PartialSums) -> Non
 
 
 def sum_norms(wrapper: nn.Module, group: dist.ProcessGroup) -> None:
-    """All-reduce DoRA's weight norms of a row projection, because each rank has only a slice of every row."""
+    """Make DoRA all-reduce the weight norms of a row projection, because each rank has only a slice of every row."""
     for module in modules_in(wrapper, DORA_MAGNITUDES):
         module.get_weight_norm = partial(_norm_over_ranks, group, bool(module.fan_in_fan_out))  # type: ignore[assignment]
 
@@ -184,7 +185,9 @@ def _norm_over_ranks(
     scaling: float,
     **_: Any,
 ) -> Tensor:
-    """Return the norms ``[out]`` of the rows of ``weight + scaling lora_weight``; every rank has a span of ``in``."""
+    """Return the norms ``[out]`` of the rows of ``weight + scaling lora_weight``; each rank holds some of the columns
+    ``in``.
+    """
     with torch.no_grad():  # DoRA treats the norm as a constant
         whole = (weight.T if transposed else weight) + scaling * lora_weight
         squares = (

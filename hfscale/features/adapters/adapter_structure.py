@@ -1,5 +1,5 @@
-"""Wrap a model by a PEFT config, list the added parameters, and replace methods of PEFT's model that would treat one
-rank's shards as the full model.
+"""Wrap a model according to a PEFT config, list the added parameters, and replace methods of PEFT's model that would
+treat one rank's shards as the full model.
 """
 
 import copy
@@ -41,7 +41,7 @@ def narrowed(
     from peft.utils.constants import DUMMY_TARGET_MODULES
 
     result = copy.deepcopy(config)
-    # PEFT needs a target, but this stage may have none.
+    # PEFT needs at least one target, but this pipeline stage may have no targeted module.
     result.target_modules = list(targets) if targets or parameters else DUMMY_TARGET_MODULES
     if parameters and not targets:
         result.target_modules = []
@@ -62,8 +62,8 @@ def narrowed(
 
 
 def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
-    """Return parameters of ``whole`` that are not in the plan, in order; raise :class:`ConfigError` for unknown
-    kinds.
+    """Return the parameters of ``whole`` that adapters add (those that are not in the plan), in order. Raise
+    :class:`ConfigError` for unknown kinds.
     """
     stock = whole.get_base_model()
     modules = dict(stock.named_modules())
@@ -240,8 +240,8 @@ _CONVERT = "save the adapter by hfscale.save_pretrained, and convert it in one p
 
 
 def guard_methods(peft_model: Any, whole: Any) -> None:
-    """Replace methods that would bypass the plan by errors, and let PEFT count the parameters of the full model. The
-    full model's adapters are switched together with this rank's adapters.
+    """Make methods of ``peft_model`` raise if they would bypass the plan, and let PEFT count the parameters of the full
+    model ``whole``. Switching adapters on this rank's model also switches them on ``whole``.
     """
     stock = peft_model.get_base_model()
     for name, instead in _REFUSED.items():
@@ -257,9 +257,7 @@ def guard_methods(peft_model: Any, whole: Any) -> None:
         for each in (peft_model, whole):
             peft.set_adapters(each, names, *args, **kwargs)
 
-    if (
-        peft_model.base_model is not stock
-    ):  # behind a prompt, PEFT wraps no module of the stock model
+    if peft_model.base_model is not stock:  # true for a model with a prompt
         peft_model.base_model.set_adapter = set_adapter
 
 

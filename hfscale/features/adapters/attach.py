@@ -1,10 +1,9 @@
-"""Attach adapters to a model with local sizes, before parts are installed, with PEFT's own initial values in every
-layout.
+"""Attach adapters to a rank's model before communication is installed, with PEFT's own initial values.
 
 Every rank lets PEFT initialize the adapters of one full module at a time, on the CPU, in PEFT's order and with the same
-random numbers, and keeps its shard. Adapters of other pipeline stages are initialized, too, to advance the RNG. If
-initial values depend on the adapted weight (PiSSA, Meng et al. 2024; OLoRA, Buyukakyuz 2024; DoRA's magnitudes), the
-weight is gathered.
+random numbers, and keeps this rank's shard of the values. Adapters of other pipeline stages are initialized, too, to
+advance the RNG. If initial values depend on the adapted weight (PiSSA, Meng et al. 2024; OLoRA, Buyukakyuz 2024; DoRA's
+magnitudes), the weight is gathered.
 """
 
 import copy
@@ -86,7 +85,9 @@ class Adapters(Part):
         return list(self.whole.peft_config)
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Connect adapters over tensor ranks; installed after the edges of blocks."""
+        """Install the communication between tensor ranks that adapters need, after the communication of tensor-parallel
+        blocks.
+        """
         runtime.adapters = self
         self.apart = install_adapter_edges(runtime)
         install_prompts(runtime, self.peft_model)
@@ -130,11 +131,11 @@ class Adapters(Part):
         return keys | {key: f"buffers/{name}" for key, name in fixed.items()}
 
     def in_front(self, runtime: Runtime, batch: Batch) -> Batch:
-        """Return a batch with the tokens of a prompt in front of its rows, if the model has one."""
+        """Return the batch with the prompt's tokens before every row, or unchanged if the model has no prompt."""
         return in_front(runtime.plan, self.peft_model, batch)
 
     def tokens_in_front(self, runtime: Runtime) -> int:
-        """Return how many tokens a prompt adds in front of each row."""
+        """Return how many tokens the prompt adds before each row; 0 without a prompt."""
         return tokens_in_front(runtime.plan, self.peft_model)
 
     def buffer_names(self) -> dict[str, str]:
@@ -237,7 +238,7 @@ def _keep(
     for parameter, share in made.items():
         kept: Any = shares.get(
             parameter
-        )  # a trained weight of the model, which may be on another stage
+        )  # a weight of the model that trains with the adapters; may be on another stage
         if kept is None:
             kept = parameter_at(model, names[parameter])
         shares[parameter] = share.to(kept.dtype)
@@ -251,7 +252,7 @@ def _around_local(
     held: Sequence[AdapterParameter],
     beside: Adapters | None,
 ) -> Any:
-    """Return PEFT's model around this rank's ``model``, with ``held``, the adapters of its modules."""
+    """Return PEFT's model around this rank's ``model``, with the adapters ``held``: those of modules on this rank."""
     if config.is_prompt_learning:
         return around_local(model, whole, name, held)
     here = narrowed(config, *targets_of(held))

@@ -44,7 +44,7 @@ def around(
 
 def found_around(runtime: Runtime, *known: Any) -> Any:
     """Return PEFT's model around a model if PEFT's own functions have added adapters or a prompt; ``None`` if there is
-    no PEFT model, or if hfscale added all of its adapters. ``known`` are further modules to search.
+    no PEFT model, or if hfscale added all of its adapters. ``known`` are further modules to search for the PEFT model.
     """
     from peft import PeftModel
 

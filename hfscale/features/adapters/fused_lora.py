@@ -106,7 +106,8 @@ def _forward(wrapper: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     # A compiler traces both code paths and fuses the sums itself.
     if compiles:
         y = wrapper.base_layer(x)
-        # The output has two dims: models write in place, which autograd forbids on a view that the operator returned.
+        # Use two dims: models may write into this output in place, which autograd forbids for a view that the operator
+        # returned.
         rows = add_low_rank(y.reshape(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), factors, None)
         return rows.view_as(y)
     return _added_to(wrapper.base_layer, x, factors)
@@ -120,11 +121,11 @@ def _added_to(base: Any, x: Tensor, factors: Factors) -> Tensor:
         y = base(x if term is None else enter(x, term))
         fresh = base_of(y) is None and type(y.grad_fn).__name__ in _FRESH
         return add_low_rank(y if fresh else _copied(y), _last_cast.of(x), factors, term)
-    # Use two dims, because a product with a bias would otherwise be a view.
+    # Use two dims, because the output of a product with a bias would otherwise be a view.
     rows = as_rows(x)
     term = Term() if trains and not leaves_gradient(x) else None
     y = base(rows if term is None else with_notes_of(x, enter(rows, term)))
-    # Without an adapter's term, gradients flow through the graph of the given tensor.
+    # If there is no ``term``, gradients of the adapter flow through the graph of ``x``.
     kept = x if trains and term is None else _last_cast.of(x)
     return add_low_rank(_writable(y), kept, factors, term).view(*x.shape[:-1], y.shape[-1])
 
@@ -135,12 +136,14 @@ def _is_plain(base: nn.Module) -> bool:
 
 
 def _writable(y: Tensor) -> Tensor:
-    """Return a projection's output as a tensor that is no view: what it is a view of, if that is a product too."""
+    """Return a projection's output as a tensor that is not a view: its base if the base has the same shape, strides and
+    graph, otherwise a copy.
+    """
     whole = base_of(y)
     if whole is None:
         return y
     same = whole.shape == y.shape and whole.stride() == y.stride()
-    # What a function with a backward pass of its own returns has its graph alone.
+    # If a custom autograd function returned ``y``, only ``y`` has a graph, and its base has none.
     has_graph = whole.grad_fn is not None or not y.requires_grad
     return whole if same and has_graph else _copied(y)
 

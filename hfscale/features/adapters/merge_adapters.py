@@ -1,4 +1,4 @@
-"""Merge adapters into the weights they adapt: every rank its shards, one module at a time."""
+"""Merge adapters into the weights that they adapt. Every rank merges its own shards, one module at a time."""
 
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -94,7 +94,8 @@ def refuse_not_finite(runtime: Runtime) -> None:
 def merge_local_weights(
     adapters: Any, runtime: Runtime, shares: dict[str, Tensor], names: Sequence[str] | None = None
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Merge the adapters ``names`` (``None``: the active ones) of a disassembled model into its weights. ``shares`` are
+    """Merge the adapters ``names`` (``None``: the active ones) into the weights of a model whose sharding is undone
+    (its parameters are local shards). ``shares`` are
     this rank's final shards of weights and adapters, and are changed in place. Restore the stock modules, and return
     the stock model, on the meta device, and its shards. If merging fails on one rank, raise :class:`CheckpointError` on
     every rank, and keep the wrappers.
@@ -140,8 +141,8 @@ def merge_local_weights(
 def unload_local_weights(
     adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Drop the factors of a disassembled model, replace modules by their trained copies, and return the same values as
-    :func:`merge_local_weights`; collective.
+    """Remove the adapters of a model whose sharding is undone, without merging them, and replace modules by their
+    trained copies. Return the same values as :func:`merge_local_weights`; collective.
     """
     plan = runtime.plan
     mesh = runtime.mesh
@@ -256,7 +257,8 @@ class WholeMerge:
         self._group = None if mesh is None else mesh.tp_group
         self._whole = set(whole_paths(plan)) if mesh is not None else set()
         self._ranks = {} if mesh is None else mesh.ranks
-        # Owned name of a weight -> the adapter with token rows of the weight.
+        # Owned name (of tied names, the first one) of a weight -> the adapter that trains some token rows of the
+        # weight.
         self._rows: dict[str, AdapterParameter] = {}
         # Names of the adapters' own parameters.
         self.factors = {adapter.name for adapter in plan.adapters}
@@ -286,8 +288,8 @@ class WholeMerge:
         return name in self._copies or name in self._rows or name in self._path_of
 
     def parts(self, name: str) -> list[str]:
-        """Return the owned tensors that are needed to merge the weight ``name``; weights of one module are merged
-        together.
+        """Return the names of the tensors that are needed to merge the weight ``name`` (for tied tensors, their first
+        name). Weights of one module are merged together.
         """
         if name in self._copies:
             return [self._copies[name]]
@@ -313,8 +315,8 @@ class WholeMerge:
     def without_start(
         self, config: Any, name: str, parts: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return the weights among ``parts`` after PEFT has subtracted new factors that it decomposes from these
-        weights.
+        """Return the weights among ``parts`` after PEFT has initialized adapters that decompose weights (PiSSA, for
+        example), and has subtracted their product from the weights.
         """
         path = self._path_of[name]
         module = copy.deepcopy(unwrapped(self._adapters.whole.get_base_model().get_submodule(path)))

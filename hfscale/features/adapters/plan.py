@@ -2,7 +2,7 @@
 
 Low-rank adapters (LoRA, Hu et al. 2021) of a projection ``y = W x``, ``W [out, in]``, over ``t`` tensor ranks::
 
-    column, W cut along out    A [r, in]    whole, each rank sees a part of its gradient    B [out/t, r]  cut like W
+    column, W cut along out    A [r, in]    whole, each rank has a partial gradient         B [out/t, r]  cut like W
     row,    W cut along in     A [r, in/t]  cut like W                                      B [out, r]    whole, partial
 
 In words: an adapter's dim that runs along a sharded dim of the module is sharded in the same way. All other parameters
@@ -43,7 +43,9 @@ def plan_adapters(plan: Plan, adapters: Sequence[AdapterParameter]) -> Plan:
 
 
 def with_encoder(stages: StagePlan, adapters: Sequence[AdapterParameter]) -> StagePlan:
-    """Return the stages with the encoder added: to the input embedding's stage, or, for prefixes, to all stages."""
+    """Return the stages with the prompt encoder added to the stages that compute with it: for prefixes, all stages;
+    otherwise, the stage of the token embedding.
+    """
     if adapters[0].kept_in not in IN_FRONT:
         return stages
     readers = [stages.stage_of(adapters[0].base)]
@@ -123,8 +125,8 @@ def _planned(plan: Plan, adapter: AdapterParameter) -> ParameterPlan:
 
 
 def _cut_along(across: Cut, dim: int, length: int, own: int) -> Cut:
-    """Return the cut of an adapter's ``dim``, whose ``own`` entries correspond, in order, to ``length`` entries of the
-    module's dim.
+    """Return how to shard an adapter's ``dim``, given how the module's dim ``across`` is sharded. The adapter's dim has
+    ``own`` entries, which correspond, in order, to the ``length`` entries of the module's dim.
     """
     parts = tuple(part * own // length for part in across.parts)
     return replace(across, dim=dim, parts=parts)
@@ -151,7 +153,9 @@ _KINDS = (
 
 
 def describe_coverage(plan: Plan) -> str:
-    """Return one line per kind of parameter; trained copies count as adapted."""
+    """Return one line per kind of parameter: how many of the model's matrices have adapters. Trained copies count as
+    adapted.
+    """
     coverage = _coverage(plan)
     trained = sum(prod(plan.by_name[a.name].shape) for a in plan.adapters if a.tied_to is None)
     total = sum(prod(p.shape) for p in plan.owned())

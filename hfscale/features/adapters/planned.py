@@ -1,4 +1,4 @@
-"""Plan a model with adapters, and raise for unsupported adapters; needs no processes."""
+"""Plan a model with adapters, and raise for unsupported adapters, without starting ranks."""
 
 import copy
 import re
@@ -42,7 +42,9 @@ def plan_with_adapters(
     new: bool = True,
     fused: bool = True,
 ) -> Plan:
-    """Return the plan with adapters, ``new`` or saved, in their final dtypes; ``template`` (on meta) is wrapped."""
+    """Return the plan with adapters, ``new`` or saved, in their final dtypes; ``template``, the full model on the meta
+    device, is wrapped.
+    """
     _, planned = wrap_and_plan(template, config, plan, new, fused)
     kinds = {
         a.name: type_beside(planned.by_name[a.base].dtype, a.kept_in)
@@ -260,8 +262,8 @@ def _refuse_quantized_copies(config: Any, plan: Plan) -> None:
 
 
 def _check_places(plan: Plan) -> None:
-    """Raise for DoRA on a sharded embedding, and for adapters on modules of several stages, where only gradients of the
-    model's own parameters are summed.
+    """Raise for DoRA on a sharded embedding, and for adapters on modules that several stages have, because only
+    gradients of the model's own parameters are summed over stages.
     """
     for adapter in plan.adapters:
         embeds = (

@@ -1,16 +1,16 @@
-"""Prompts over ranks: tokens in front of every row (prompt tuning, Lester et al. 2021; p-tuning, Liu et al. 2021), and
-keys and values in front of those of every layer (prefix tuning, Li and Liang 2021).
+"""Train prompts over ranks: virtual tokens before every row (prompt tuning, Lester et al. 2021; p-tuning, Liu et al.
+2021), and virtual keys and values before the keys and values of every layer (prefix tuning, Li and Liang 2021).
 
-PEFT computes a prompt of ``k`` tokens in a small encoder outside of the base model. Over ranks the encoder is a child
-of the base model, named as in PEFT's model, and unsharded on every rank that reads the encoder::
+PEFT computes a prompt of ``k`` tokens by a small encoder outside the stock model. Over ranks, the encoder is a child of
+the model, under the name that the encoder has in PEFT's model, and is replicated on every rank that computes with it::
 
     tokens    ids [b, s] -> ids [b, k + s], v to v + k - 1 in front --each rank's tokens--> lookup, or the prompt's rows
     prefixes  encoder -> [b, k, layers, 2, heads, d] --heads of this rank, layers of this stage--> cache
 
-Ids from ``v`` (the vocabulary's size) on represent a prompt's tokens, so a batch is as long as its hidden states, and
-is sharded like any other batch. The prompt's rows are added where embeddings are full, so every tensor rank has the
-full gradient of a prompt. For prefixes, each tensor rank has the gradient of its own heads, and each pipeline stage the
-gradient of its own layers, so these gradients are summed over tensor ranks and stages.
+Ids from ``v``, the size of the vocabulary, stand for a prompt's tokens. So a batch is as long as its hidden states, and
+is sharded like a batch without a prompt. The prompt's rows are inserted after embeddings are summed over tensor ranks,
+so every tensor rank has the prompt's full gradient. For prefixes, each tensor rank computes only the gradient from its
+own heads, and each stage only the gradient from its own layers, so these gradients are summed over ranks.
 """
 
 import copy
@@ -44,8 +44,8 @@ _IGNORED = -100
 
 
 def parameters_in_front(whole: Any, plan: Plan) -> list[AdapterParameter]:
-    """Return the encoder parameters of PEFT's model ``whole``; raise :class:`ConfigError` if the plan cannot run with
-    a prompt.
+    """Return the parameters of the prompt encoders of PEFT's model ``whole``. Raise :class:`ConfigError` if the model
+    or the options do not support the prompt.
     """
     layout = plan.layout
     name = whole.active_adapter
@@ -81,9 +81,11 @@ def parameters_in_front(whole: Any, plan: Plan) -> list[AdapterParameter]:
 
 
 def around_local(model: nn.Module, whole: Any, name: str, held: Sequence[AdapterParameter]) -> Any:
-    """Return PEFT's model around a rank's ``model``; if the rank holds the encoder, add it to ``model`` as a child."""
+    """Return PEFT's model around a rank's ``model``. If ``held``, the encoder's parameters on this rank, is not empty,
+    the encoder becomes a child of ``model``.
+    """
     config = copy.copy(whole.peft_config[name])
-    # Values are loaded later, and this rank may lack the embedding rows from which PEFT would initialize them.
+    # Values are loaded later; this rank may not have the embedding rows from which PEFT would initialize the prompt.
     if hasattr(config, "prompt_tuning_init"):
         config.prompt_tuning_init = "RANDOM"
     local = quietly(model, config, name)
@@ -97,14 +99,14 @@ def around_local(model: nn.Module, whole: Any, name: str, held: Sequence[Adapter
 def first_prompt(
     whole: Any, name: str, plan: Plan, mesh: Mesh, shares: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return this rank's shards of a new encoder that PEFT initializes, by name; collective over the ranks that hold
-    the input embedding.
+    """Return this rank's shards of a new encoder's parameters, by name, initialized by PEFT. Collective over the ranks
+    that hold the token embedding.
     """
     config = whole.peft_config[name]
     given: list[Any] = [config]
     if hasattr(config, "prompt_tuning_init"):
         base = plan.by_name[f"{plan.lookup}.weight"]
-        # A stage without the input embedding draws from a meta table: it does not hold the prompt's rows.
+        # On a stage without the token embedding the table has no values; another stage then holds the prompt.
         tokens, width = base.shape
         table = nn.Embedding(tokens, width, device="meta")
         starts_as_rows = config.prompt_tuning_init != "RANDOM"
@@ -123,7 +125,9 @@ def first_prompt(
 
 
 def is_computed(whole: Any, name: str) -> bool:
-    """Return whether an encoder computes its prompt. PEFT writes only the prompt, not the encoder."""
+    """Return whether an encoder computes its prompt from further parameters. PEFT saves only the computed prompt, from
+    which these parameters cannot be restored.
+    """
     return (
         PROMPT_ENCODER in own_modules(whole) and len(list(_encoder(whole, name).parameters())) > 1
     )
@@ -135,7 +139,9 @@ def _encoder(whole: Any, name: str) -> nn.Module:
 
 
 def prompt_keys(whole: Any, name: str) -> dict[str, str]:
-    """Map keys of a saved prompt to names in the plan; for a computed prompt, map each name to itself."""
+    """Map keys of a saved prompt to names in the plan. For an encoder that computes its prompt, the keys are the names
+    in the plan.
+    """
     paths = [path for path, _ in _encoder(whole, name).named_parameters()]
     names = [f"{PROMPT_ENCODER}.{name}.{path}" for path in paths]
     return dict(
@@ -144,8 +150,8 @@ def prompt_keys(whole: Any, name: str) -> dict[str, str]:
 
 
 def written_by_peft(config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that PEFT writes for an encoder with the full ``tensors`` (by their names in a plan): the
-    encoder's output, the prompt. If no tensor is of an encoder that computes its prompt, return ``tensors`` unchanged.
+    """Return the tensors that PEFT saves, from the full ``tensors`` by names in a plan: for an encoder that computes
+    its prompt, the computed prompt; otherwise ``tensors`` unchanged.
     """
     prefix = f"{PROMPT_ENCODER}."
     if not any(key.startswith(prefix) for key in tensors):
@@ -158,7 +164,7 @@ def written_by_peft(config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def _to_train(config: Any) -> Any:
-    """Return a copy of a config for training, since configs from files are for inference, without the prompt's MLP."""
+    """Return the config in training mode, in which PEFT builds the full encoder; saved configs are not."""
     made = copy.copy(config)
     made.inference_mode = False
     return made
@@ -171,15 +177,16 @@ def _encoder_class(config: Any) -> Any:
 
 
 def tokens_in_front(plan: Plan, peft_model: Any) -> int:
-    """Return how many prompt tokens a model adds in front of each row."""
+    """Return how many prompt tokens the model inserts before each row; 0 for prefixes."""
     return int(peft_model.active_peft_config.num_virtual_tokens) if prompt_of(plan) == PROMPT else 0
 
 
 def in_front(plan: Plan, peft_model: Any, batch: Batch) -> Batch:
-    """Return a batch with the prompt's ids in front of every row; labels there are -100, and the mask is 1.
+    """Return a batch with the prompt's ids before every row. The attention mask includes them; their labels are
+    ignored.
 
     Raises:
-        ConfigError: the batch has no ``input_ids``, or has fields that cannot be extended by the prompt's tokens.
+        ConfigError: the batch has no ``input_ids``, or has positions, token types, shifted labels or a 4-dim mask.
     """
     kind = prompt_of(plan)
     # Inside of PEFT's ``disable_adapter()``, prompts are off.
@@ -210,7 +217,7 @@ def in_front(plan: Plan, peft_model: Any, batch: Batch) -> Batch:
 
 
 def install_prompts(runtime: Runtime, peft_model: Any) -> None:
-    """Make the model's ``forward`` apply the prompt, and make PEFT's model only call the base model."""
+    """Make the model's forward pass insert the prompt, and make PEFT's wrapping model call the model directly."""
     model = runtime.model
     plan = runtime.plan
     kind = prompt_of(plan)
@@ -251,7 +258,9 @@ def install_prompts(runtime: Runtime, peft_model: Any) -> None:
 
 
 def _tokens(runtime: Runtime, peft_model: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return the function that replaces ``input_ids`` by embeddings: rows of the prompt, or of the input embedding."""
+    """Return a function that replaces a pass's ids by embeddings: prompt rows for the prompt's ids, and rows of the
+    token embedding for all other ids.
+    """
     shape = runtime.plan.lookup_shape
     assert shape is not None
     known = shape[0]
@@ -270,7 +279,7 @@ def _tokens(runtime: Runtime, peft_model: Any) -> Callable[[dict[str, Any]], dic
 
 
 def _prefix(runtime: Runtime, peft_model: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return the function that adds the prefix's keys and values of this rank's heads to the arguments of a pass."""
+    """Return a function that passes the prefix's keys and values, for this rank's heads, as ``past_key_values``."""
     plan = runtime.plan
     config = peft_model.active_peft_config
     heads = int(config.num_attention_heads)

@@ -2,8 +2,9 @@
 
 PEFT's wrappers hold the factors of all adapters, record which adapters are active, and compute with the active ones. A
 parameter trains while its adapter is active. So switching adapters changes no sharding and no reduction: every
-parameter is planned and read like the parameter of a single adapter. Adding or deleting an adapter disassembles and
-reassembles the model.
+parameter is planned and read like the parameter of a single adapter. To add or delete an adapter, hfscale undoes the
+installation of the layout (the model is then *disassembled*: its parameters are plain local shards), and installs the
+layout again.
 """
 
 from collections.abc import Sequence
@@ -60,9 +61,9 @@ def refuse_beside(whole: Any, plan: Plan) -> None:
 
 
 def let_all_train(model: nn.Module, plan: Plan, pp_rank: int) -> list[str]:
-    """Set ``requires_grad`` on the parameters of all adapters of a disassembled model, because a layout's installation
-    groups trainable parameters. Return this rank's names of the inactive adapters' parameters, which must be frozen
-    again.
+    """Make the parameters of all adapters trainable before the model is sharded, because sharding groups parameters by
+    ``requires_grad``. Return this rank's names of the inactive adapters' parameters; the caller freezes them again
+    after sharding.
     """
     names = plan.local_names(pp_rank)
     frozen: list[str] = []

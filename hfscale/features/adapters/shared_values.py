@@ -1,8 +1,8 @@
-"""Handle fixed values of adapters, by the names in their files: VeRA's matrices, UniLoRA's tables.
+"""Handle fixed values: tensors of adapters that are never trained, like VeRA's shared matrices and UniLoRA's tables.
 
-Adapters compute with these values, but do not train them. PEFT creates them from all modules that it wraps, so the
-full-size model, whose other tensors have no memory, holds them, and a rank's wrappers, which compute full projections,
-use the same tensors. A file from another machine may contain different values.
+PEFT creates fixed values from the sizes of all modules that it wraps. So PEFT's full-size model on the meta device
+holds them, as its only tensors with memory, and a rank's wrappers, which compute full projections, use the same
+tensors. A file from another machine may contain different values.
 """
 
 import warnings
@@ -22,7 +22,7 @@ _PREFIX = "base_model.model."
 
 def kept_by_peft(whole: Any, name: str, embeddings: Any) -> dict[str, Any]:
     """Map the keys of a saved adapter, by PEFT's own rules, to names of parameters in the wrapped model, or to modules
-    that hold fixed values; ``embeddings`` is PEFT's ``save_embedding_layers``.
+    that hold fixed values (tensors that are never trained). ``embeddings`` is PEFT's ``save_embedding_layers``.
     """
     from peft import get_peft_model_state_dict
 
@@ -60,14 +60,16 @@ def kept_by_peft(whole: Any, name: str, embeddings: Any) -> dict[str, Any]:
 
 
 def fixed_holders(whole: Any, name: str) -> dict[str, Any]:
-    """Return the modules that hold an adapter file's fixed values, by the file's keys."""
+    """Map the keys of an adapter file's fixed values (VeRA's shared matrices, for example) to the modules that hold
+    them.
+    """
     kept = kept_by_peft(whole, name, False)
     return {key: holder for key, holder in kept.items() if isinstance(holder, nn.Module)}
 
 
 def buffer_names(whole: Any, name: str) -> dict[str, str]:
-    """Map every name of a fixed value to the first name of the same value in the full model. Pipeline stages need this,
-    because each stage names a shared value by its own layers.
+    """Map every name of a fixed value (an untrained tensor of an adapter) to the first name of the same tensor in the
+    full model. Pipeline stages need this, because each stage names a shared tensor by its own layers.
     """
     first: dict[int, str] = {}
     names: dict[str, str] = {}
@@ -79,7 +81,7 @@ def buffer_names(whole: Any, name: str) -> dict[str, str]:
 
 
 def stored_buffers(whole: Any, name: str) -> dict[str, str]:
-    """Map the keys of fixed values in a file to the names of :func:`buffer_names`."""
+    """Map the keys of fixed values in an adapter file to the names that :func:`buffer_names` returns."""
     named: dict[int, str] = {}
     for path, holder in fixed_values(whole, name).items():
         if path.startswith(_PREFIX):

@@ -72,7 +72,7 @@ _WHY_REFUSED = {
     "it puts attention of its own beside that of layers, which no plan has": ("ADAPTION_PROMPT",),
     "its keys and values start from those of a text, of which ranks hold parts": ("CARTRIDGE",),
 }
-# Methods that compute with a weight's own values, or were not tested over quantized weights.
+# Methods that compute with the values of the adapted weight, or were not tested with quantized weights.
 _OF_PLAIN_WEIGHTS = ("LOHA", "HIRA", "ROAD", "BEFT", *OF_WHOLE_PROJECTIONS)
 # Options of LoRA that raise an error over ranks, and the reason; later variants of PEFT have no reason here.
 _LORA_REFUSED = {
@@ -90,7 +90,7 @@ _INITS = ("gaussian", "olora", "orthogonal", "loftq")
 DECOMPOSING = ("pissa", "olora")
 """Initializations that subtract the factors' product from the weight; PEFT repeats this when it loads the adapter."""
 _OTHER_DECOMPOSING = ("corda", "loftq", "lora_ga")
-# Initializations that PEFT computes from a module's own weight, or that change it.
+# Initializations that PEFT computes from a module's own weight, or that change this weight.
 _OF_MATRICES = (
     "pissa",
     "olora",
@@ -172,8 +172,8 @@ def complete_config(given: Any, resolved: Any) -> None:
 
 
 def refuse_wrong(config: Any, plan: Plan) -> None:
-    """Raise :class:`ConfigError` for initial values that are wrong in every layout, because a saved adapter would lose
-    them, or because PEFT cannot compute them.
+    """Raise :class:`ConfigError` for initializations that are wrong in every layout: a saved adapter would lose the
+    initial values, or PEFT cannot compute them.
     """
     init = getattr(config, "init_lora_weights", True)
     if not isinstance(init, str):
@@ -250,7 +250,9 @@ def check_config(config: Any) -> None:
 
 
 def _why_no_prompt(config: Any) -> str | None:
-    """Return the option of a prompt's config that is not supported over ranks, with the remedy."""
+    """Return the first option of a prompt's config that is not supported over ranks, with a remedy; ``None`` if all
+    options are supported.
+    """
     if not config.is_prompt_learning:
         return None
     if str(getattr(config, "encoder_reparameterization_type", "")).endswith("LSTM"):
@@ -292,7 +294,9 @@ def needs_weights(config: Any) -> bool:
 
 
 def starts_by_products(config: Any) -> bool:
-    """Return whether initial values are products with the weights, in any dtype, not decompositions of the weights."""
+    """Return whether initial values are computed by products with the weights, which exist in every dtype, and not by
+    decompositions of the weights.
+    """
     return getattr(config.peft_type, "value", config.peft_type) == "DEFT"
 
 

@@ -37,7 +37,9 @@ from ...train.runtime.shards import gather_full
 def places_in(
     tokens: Sequence[int], planned: ParameterPlan, ranks: dict[str, int]
 ) -> tuple[list[int], list[int]]:
-    """Return the indices of ``tokens`` whose rows are in the shard of a weight at ``ranks``, and their places in it."""
+    """Return the indices of the ``tokens`` whose rows are in the shard of a weight on the rank at coordinates
+    ``ranks``, and these rows' indices in the shard.
+    """
     chosen: list[int] = []
     places: list[int] = []
     offset = 0
@@ -51,7 +53,9 @@ def places_in(
 
 
 def with_rows(weight: Tensor, rows: Tensor, chosen: Sequence[int], places: Sequence[int]) -> Tensor:
-    """Return ``weight [v, h]`` with the ``chosen`` of ``rows [n, h]`` at ``places``; every row has a gradient."""
+    """Return ``weight [v, h]`` with the rows at ``places`` replaced by ``rows[chosen]``, of ``rows [n, h]``. All of
+    ``rows`` get a gradient; it is zero for rows that are not chosen.
+    """
     index = torch.tensor(places, dtype=torch.int64, device=weight.device)
     numbers = torch.tensor(chosen, dtype=torch.int64, device=weight.device)
     return weight.index_copy(0, index, rows.to(weight).index_select(0, numbers))
@@ -105,7 +109,7 @@ def first_rows(plan: Plan, mesh: Mesh, shares: dict[str, Tensor]) -> dict[str, T
             continue
         base = plan.by_name[adapter.base]
         share = shares[base.tied_to or base.name].contiguous()
-        # All rows at once: a rank may hold any of them.
+        # Gather all rows at once, because each row may be on any rank.
         whole = gather_full(share, base.shape, base.cuts, mesh)
         rows[owner] = whole[list(adapter.tokens)]
     return rows

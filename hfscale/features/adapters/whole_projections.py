@@ -39,8 +39,8 @@ def whole_paths(plan: Plan) -> list[str]:
 
 
 def refuse_other_modules(plan: Plan) -> None:
-    """Raise :class:`ConfigError` for adapters that need a full module, if the module is sharded but no projection of a
-    block.
+    """Raise :class:`ConfigError` for adapters that need a full module, if this module is sharded but is not a
+    projection of a tensor-parallel block.
     """
     sides = {name for block in plan.blocks for name in (*block.column, *block.row)}
     across = {name for block in plan.blocks for name, _ in block.across}
@@ -49,7 +49,7 @@ def refuse_other_modules(plan: Plan) -> None:
         base = plan.by_name[adapter.base]
         cut = base.cut_over("tp")
         inputs = 0 if adapter.transposed else 1
-        # Inputs of several concatenated matrices are in another order on ranks.
+        # If a projection concatenates several matrices along its inputs, gathered inputs would be in another order.
         in_parts = cut is not None and cut.dim == inputs and bool(cut.parts)
         if path not in sides - across or len(base.shape) != 2 or in_parts:
             raise ConfigError(

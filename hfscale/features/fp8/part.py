@@ -2,7 +2,7 @@
 
 The plan names the projections. Each projection stays an unchanged module of any class, with its weight in its own
 dtype. Its three products (output, input gradient, weight gradient) are computed by
-:mod:`hfscale.features.fp8.scaled_matmul`, with scales from the largest entries over all ranks that have shards of a
+:mod:`hfscale.features.fp8.scaled_matmul`, with scales from the largest entry over all ranks that have shards of a
 tensor. All other modules compute as under ``"bf16"``: under autocast, or in the dtype to which FSDP2 casts.
 """
 
@@ -52,8 +52,8 @@ class Float8(Part):
             for projection in computing(module_at(runtime.model, name)):
                 made = Float8Projection(_groups(runtime, name, projection), planned.rowwise)
                 overlap.multiply_by(projection, made)
-                # Used by calls without deferred weight gradients. A method and no closure, so that a deep copy of the
-                # module calls its own.
+                # Used by calls without deferred weight gradients. It is a method and not a closure, so that a deep copy
+                # of the module calls the copy's method.
                 projection.forward = MethodType(compute, projection)
                 self._projections.append((projection, made))
 
@@ -63,8 +63,9 @@ class Float8(Part):
     ) -> Iterator[None]:
         """Compute the scales of weights once per step, since weights do not change within a step.
 
-        The scales are computed at the beginning of the step, with one all-reduce for all weights. The rowwise scales of
-        weights that data ranks shard are computed later, when the weights are gathered. With schedules without a flush
+        The scales are computed at the beginning of the step, with one all-reduce per process group for all weights.
+        Only the rowwise scales of weights that data ranks shard are computed later, when the weights are
+        gathered. With schedules without a flush
         nothing is cached, since their passes use several versions of the weights.
         """
         if not self._projections or not runtime.mesh.layout.flushes:

@@ -1,7 +1,7 @@
 """Plan which linear projections compute in fp8.
 
-The choice depends only on the full model, so that it is the same in every layout. A layout that would round a chosen
-projection differently from one process gets a problem.
+The choice depends only on the full model, so that it is the same in every layout. If a layout would round a chosen
+projection differently from one process, the plan gets a problem, which is raised when the plan is complete.
 """
 
 from typing import Any
@@ -70,8 +70,8 @@ def _reason(draft: Draft, name: str, module: Any, leave_out: Any) -> str:
 
 
 def _refuse_parts(draft: Draft, chosen: tuple[str, ...]) -> None:
-    """Add problems for projections whose weight gradient is a sum over ranks: each term would be rounded, not the
-    sum.
+    """Report problems (raised when the plan ``draft`` is complete) for projections whose weight gradient is a sum over
+    ranks: fp8 would round each term instead of the sum.
     """
     parts = dict[str, str]()
     whole = tuple(f"{name}." for feature in draft.features for name in feature.run_whole)

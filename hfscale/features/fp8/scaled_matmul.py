@@ -35,7 +35,7 @@ MULTIPLE = 16  # tensor cores need both dims of a weight to be multiples of this
 
 _SCALES = "_hfscale_scales"  # attribute of an input tensor that holds its scales
 _Groups = Sequence[dist.ProcessGroup]
-# Contracted dim -> rowwise scales; ``None`` -> the tensorwise scale
+# Maps the contracted dim to the rowwise scales along it, and ``None`` to the tensorwise scale
 _ByDim = dict[int | None, Tensor]
 _LEAST = 1e-12  # lower bound of the largest entry, so that a tensor of zeros stays zero
 
@@ -214,7 +214,7 @@ class Float8Products(Products):
             x.dtype,
             fast=True,
         )
-        # No view where it is not needed: a view of a custom autograd function cannot be modified in place later.
+        # Reshape only if needed: a view returned by a custom autograd function could not be modified in place later.
         if x.ndim != product.ndim:
             product = product.view(*x.shape[:-1], product.shape[-1])
         return product if bias is None else product + bias.to(product.dtype)
@@ -245,7 +245,7 @@ class Float8Products(Products):
         along: int,
         by_columns: bool = False,
     ) -> _Scaled:
-        """Return ``matrix`` in 8 bits; ``along`` is the contracted dim, which rowwise scales are along."""
+        """Return ``matrix`` in 8 bits. ``along`` is the contracted dim; each row along it has one rowwise scale."""
         scale = self._scale(name, matrix, along if self.rowwise else None)
         dtype = self._dtype_of(name)
         data = (

@@ -46,12 +46,12 @@ class LayerPass:
     norms save the rows before these numbers.
 
     Args:
-        store: stores a saved tensor. Called with the tensor and whether it must stay exact; returns ``None`` to leave
-            the tensor unchanged.
+        store: function that stores a saved tensor. Called with the tensor and whether the tensor must stay exact;
+            returns ``None`` to leave the tensor unchanged.
         before: the forward pass through the previous layer, for prefetching.
-        beside: tensors that other layers receive too; they stay. Those of four dims may be masks, ``[b, heads or 1,
-            queries, keys]``. Tensors of the same shape are kept exact: attention may save a mask in another dtype, and
-            no common scale represents both infinities and biases.
+        beside: tensors that other layers receive too; they stay on the device. If they have four dims, they may be
+            masks ``[b, heads or 1, queries, keys]``, so saved tensors of the same shape are kept exact: attention may
+            save a mask in another dtype, and no common scale represents both infinities and biases.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class LayerPass:
         self._read = False
 
     def over(self) -> None:
-        """End the layer's forward pass: free the records that only :meth:`pack` needs."""
+        """Free the records that only :meth:`pack` needs; called when the layer's forward pass ends."""
         self._known, self._stays, self._rows = {}, set(), set()
 
     def pack(self, tensor: Tensor) -> "Kept":
@@ -113,7 +113,8 @@ class LayerPass:
         )
         alive, stored = self._known.get(key, (None, None))
         if stored is None or alive is None or alive.expired():
-            # cast or dequantized weights are exact; a view of rows may have the same shape
+            # a tensor with the shape of a weight may be a cast or dequantized weight, which stays exact; but a view
+            # with other dims than its base is a view of rows that only happens to have this shape
             base = base_of(tensor)
             exact = tuple(shape) in self._of_weights and (base is None or base.ndim == tensor.ndim)
             exact = exact or tuple(shape) in self._of_masks or tuple(shape) in self._rows

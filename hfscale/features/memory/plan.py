@@ -22,13 +22,15 @@ _ATTENTION = "ALL_ATTENTION_FUNCTIONS"  # transformers' table in which modeling 
 
 
 def plan_memory(draft: Draft) -> None:
-    """Add the plans of recomputation, offloading and compression to ``draft``, the same on every rank."""
+    """Add the plans of recomputation, offloading and compression to ``draft``, the plan under construction. They are
+    the same on every rank.
+    """
     asked = draft.options.memory_levers
     _plan_offload(draft)
     _plan_compression(draft)
     config = text_config(draft.config)
     heads = counts(config, ("decoder_attention_heads",)) or counts(config, HEAD_FIELDS)
-    # requested, or the family's only implementation
+    # eager attention, because it is requested or the family has no other implementation
     if heads and implementation_of(config) == "eager":
         draft.features.append(ScoresPlan(max(heads)))
     given = asked.recompute
@@ -108,8 +110,9 @@ def _plan_compression(draft: Draft) -> None:
 
 
 def _tiled(draft: Draft, tile: int) -> tuple[str, ...]:
-    """Return the modules that can be recomputed in tiles, since they compute each token by itself: MLPs and norms of
-    the layers, and norms after the layers. Add a problem to ``draft`` if tiles do not fit the model.
+    """Return the modules that can be recomputed in tiles, because they compute each token by itself: MLPs and norms of
+    the layers, and norms after the layers. If the model has no such modules, report a problem in ``draft`` (the plan
+    under construction), which is raised later.
     """
     said = f"tile_tokens={tile}"
     if draft.mixtures:
@@ -183,8 +186,8 @@ def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _refuse_other_attention(draft: Draft) -> None:
-    """Add a problem to ``draft`` for sharded sequences, and for models whose attention is not looked up in
-    ``ALL_ATTENTION_FUNCTIONS``, where selective recomputation replaces it.
+    """Report a problem (raised when the plan ``draft`` is complete) for sharded sequences, and for models that do not
+    look up attention in ``ALL_ATTENTION_FUNCTIONS``: selective recomputation replaces attention in this table.
     """
     if draft.layout.cuts_sequences:
         draft.problem(

@@ -1,7 +1,7 @@
 """Record how memory was filled, so that it can be recomputed: the operator, its inputs, and the tensors that are kept.
 
-:class:`Filled` is memory with the content of one operator, :class:`Operator` is the recorded call, and :class:`Recipe`
-stands for a saved tensor until the backward pass reads it.
+:class:`Filled` is memory with the values that one operator wrote (its *content*), :class:`Operator` is the recorded
+call, and :class:`Recipe` stands for a saved tensor until the backward pass reads it.
 """
 
 import weakref
@@ -55,13 +55,14 @@ class Layout(NamedTuple):
 
 
 class Filled:
-    """Hold memory with the content that one operator wrote: the operator, and the content if it is kept or recomputed.
+    """Describe memory and its content, the values that one operator wrote: hold the operator, and the content if it is
+    kept or recomputed.
 
     Attributes:
-        operator: writes the content again; ``None``: the content must be kept.
+        operator: the call that can be repeated to recompute the content; ``None``: the content must be kept.
         given: whether the memory exists until the backward pass anyway (the layer's input, weights).
-        kept: returns the kept content; ``None``: the content is not kept.
-        value: the content while the backward pass needs it.
+        kept: a function that returns the kept content; ``None``: the content is not kept.
+        value: the content while the backward pass needs it; otherwise ``None``.
     """
 
     def __init__(
@@ -72,10 +73,10 @@ class Filled:
         self.operator = operator
         self.given = given
         self.kept: Callable[[], Tensor] | None = None
-        self.rewritten = False  # whether the same memory was kept before with earlier content
+        self.rewritten = False  # whether earlier values of the same memory were also kept
         # number of saved tensors that are views of this memory and have not been read
         self.saved = 0
-        # bytes of the largest memory that is read to recompute this memory, or of this memory
+        # bytes of the largest of this memory and all memory that is read to recompute it
         self.widest: int = max(storage.nbytes(), 0 if operator is None else operator.widest)
         self.waiting = 0  # number of saved tensors that may need this memory and have not been read
         self.value: Tensor | None = None
@@ -83,23 +84,25 @@ class Filled:
         self._overwritten = False
 
     def now(self) -> Tensor | None:
-        """Return the memory as a new tensor object without a graph; ``None`` if it is freed or overwritten."""
+        """Return the memory as a new tensor object without a graph; ``None`` if the memory is freed or overwritten."""
         storage = None if self._overwritten else living_storage(self._storage)
         return None if storage is None else self.layout.in_storage(storage)
 
     def before_writing(self, keep: Callable[[Tensor], Callable[[], Tensor]]) -> None:
-        """Keep a copy of the content before it is overwritten, if the content is kept for a saved tensor."""
+        """Handle that an operator is about to overwrite this memory: if a saved tensor still needs the current values,
+        store a copy of them with ``keep``.
+        """
         now = self.now() if self.kept is not None else None
         self.kept = self.kept if now is None else keep(now.clone())
         self._overwritten = True
         self.given = False
 
     def made_of(self) -> "list[Filled]":
-        """Return the memory that the operator reads."""
+        """Return the memory that :attr:`operator` reads; empty without an operator."""
         return [] if self.operator is None else self.operator.inputs
 
     def own_cost(self) -> float:
-        """Return the bytes needed to keep the content; infinite if it is freed or overwritten."""
+        """Return the bytes needed to keep this memory's values; infinite if the memory is freed or overwritten."""
         return (
             self._size
             if not self._overwritten and living_storage(self._storage) is not None
@@ -111,8 +114,8 @@ class Filled:
         return self.own_cost() * _SMALL <= self.widest
 
     def cost(self, known: dict["Filled", float]) -> float:
-        """Return the minimum of bytes that must be kept additionally to have the content again: its own bytes, or those
-        of its operator's inputs. ``known`` caches results.
+        """Return how many additional bytes must be kept so that the backward pass can read this memory's values: the
+        bytes of this memory, or of its operator's inputs, whichever are fewer. ``known`` caches results.
         """
         if self.kept is not None or self.given:
             return 0.0
@@ -126,8 +129,8 @@ class Filled:
         return known[self]
 
     def read(self, uses: Counter["Filled"]) -> Tensor:
-        """Return the content; recompute it if it is not kept. ``uses`` counts how often operators of this recomputation
-        will still read each memory.
+        """Return the memory's values, recomputed if they are not kept. ``uses`` counts how often operators of this
+        recomputation will still read each memory.
         """
         if self.value is None and self.kept is not None:
             self.value = self.kept()
@@ -183,7 +186,7 @@ class Operator:
         self.inputs += [into] if isinstance(into, Filled) else []
         repeated = (leaf.operator for leaf in self.inputs if leaf.kept is None)
         self.widest: int = max((each.widest for each in self.inputs), default=0)
-        # Length of the longest chain of operators that must be repeated for the inputs of this operator, and itself.
+        # Length of the longest chain of operators that must be repeated to recompute this operator's results.
         self.steps: int = 1 + max((leaf.steps for leaf in repeated if leaf is not None), default=0)
         self._results: list[weakref.ref[Filled] | None] = []
 
@@ -192,8 +195,8 @@ class Operator:
         self._results = [None if result is None else weakref.ref(result) for result in results]
 
     def run(self, uses: Counter[Filled]) -> None:
-        """Repeat the call, set ``value`` of the memory that the operator fills, and free inputs that are read no
-        more.
+        """Repeat the call, set ``value`` of the memory that the operator fills, and free inputs that no later operator
+        reads.
         """
         whole = None
         base = self._into
@@ -233,7 +236,7 @@ class Operator:
 
 
 class Recipe:
-    """Stand for a saved tensor: its memory, its layout there, and all memory that may be read to recompute it."""
+    """Stand for a saved tensor: its memory, its layout in the memory, and all memory that recomputation may read."""
 
     def __init__(self, filled: Filled, layout: Layout, needed: Sequence[Filled]) -> None:
         self._filled = filled
@@ -268,7 +271,9 @@ def _empty(layout: Layout, device: torch.device) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is of no tensor subclass, and its memory holds its values (no lazy conjugate or sign)."""
+    """Return whether a tensor is a plain ``Tensor`` (no subclass) whose memory holds its values (no lazy conjugate or
+    sign).
+    """
     return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_conj() and not tensor.is_neg()
 
 

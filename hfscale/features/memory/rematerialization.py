@@ -10,7 +10,7 @@
 A dispatch mode records the operators of the forward pass. Memory that is filled by an elementwise operator, a norm,
 softmax, a copy or dropout can be recomputed from the operator and its inputs. Memory that is filled by any other
 operator (matrix products, attention, communication) must be kept. For each tensor that autograd saves, a saved-tensor
-hook chooses the way that keeps fewer additional bytes: keep the tensor, or keep the inputs from which it is recomputed
+hook keeps either the tensor or the inputs from which it is recomputed, whichever takes fewer additional bytes
 (a cut of the graph, Chen et al. 2016; torch.compile's partitioner does the same inside compiled code). A norm's scales,
 one number per row, are always kept.
 
@@ -82,7 +82,7 @@ class Rematerialization(TorchDispatchMode):
 
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()
-        # Storage -> its current content.
+        # Storage -> the record of the values that it holds now.
         self._known = {
             storage_key(each): Filled(each, given=True) for each in given if is_dense(each)
         }
@@ -138,8 +138,8 @@ class Rematerialization(TorchDispatchMode):
         tensors: list[Tensor],
         written: list[tuple[Tensor, Filled | None]],
     ) -> None:
-        """Record the memory that a call has filled. ``operator`` is ``None`` if its results must be kept; ``written``
-        are tensors that the call wrote in place, with the content before.
+        """Record the memory that a call has filled. ``operator`` is ``None`` if its results must be kept. ``written``
+        are the tensors that the call wrote in place, each with the record of its earlier values.
         """
         results = list[Filled | None]()
         for tensor, filled in written:
@@ -166,7 +166,7 @@ class Rematerialization(TorchDispatchMode):
         tensors: list[Tensor],
         written: list[Tensor],
     ) -> Operator | None:
-        """Return the record of a call for recomputation; ``None`` if the call's results must be kept."""
+        """Return a record with which the call can be repeated; ``None`` if the call's results must be kept."""
         # Compiled code has no operator name.
         name = operator_name(func)
         tags = getattr(func, "tags", ())
@@ -177,7 +177,7 @@ class Rematerialization(TorchDispatchMode):
         into = (
             Layout.of_tensor(tensors[0]) if fills else self._find(written[0]) if written else None
         )
-        # Whether the content that the call updates in place cannot be recomputed.
+        # Whether the values that the call updates in place cannot be recomputed.
         lost = bool(written) and (into is None or getattr(into, "operator", into) is None)
         if lost or not (fills or repeated):
             return None
@@ -262,7 +262,8 @@ class Rematerialization(TorchDispatchMode):
         if filled.kept is None and (fewest or filled.is_small()):
             now = filled.now()
             assert now is not None, "memory that must be kept is gone"
-            # Outer hooks recognize new content of the same memory by the tensor's version, which a new alias lacks.
+            # Outer hooks recognize that memory was overwritten by the tensor's version, which a new alias does not
+            # carry over.
             filled.kept = self._keep(now.clone() if filled.rewritten and self._is_hooked else now)
         for tensor in inputs if filled.kept is None else ():
             self._secure(tensor, needed, costs)

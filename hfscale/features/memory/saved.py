@@ -23,7 +23,7 @@ class _Saved:
     """Hold a saved tensor; autograd frees it with the node that saved it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        # without detach, a saved output would keep its own autograd node alive
+        # detach: an operation's saved output would otherwise keep the operation's autograd node alive
         self.tensor = tensor.detach()
 
 
@@ -95,7 +95,7 @@ class SavedCounter:
         modules = dict(model.named_modules())
         head_module = modules.get(head) if head is not None else None
         weight = None if head_module is None else next(head_module.parameters(recurse=False), None)
-        # Shape of the head's weight when it is gathered over the data ranks.
+        # Shape of the head's weight after this weight is gathered over the data ranks.
         self.head_shape = () if weight is None else tuple(weight.shape)
         # No hooks on modules inside an adapter's wrapper: with such a hook, PEFT's own code would run.
         inside = {
@@ -140,7 +140,7 @@ class SavedCounter:
         return str(self._kept[key][2]) if key in self._kept else None
 
     def freed(self, key: int) -> None:
-        """Do nothing; subclasses handle a storage that is no longer saved."""
+        """Do nothing; subclasses override this method to handle a storage that is no longer saved."""
 
     def unpack(self, saved: _Saved) -> Tensor:
         """Return a saved tensor to the backward pass."""

@@ -5,8 +5,8 @@ from ...plan.drafting.draft import Draft, Planned
 
 
 def plan_precision(draft: Draft) -> None:
-    """Add a problem if parameters are to be cast (``"bf16_params"``) in a model that multiplies them with activations
-    in 32 bits.
+    """Report a problem (raised when the plan ``draft`` is complete) if the option ``"bf16_params"`` would cast
+    parameters that the model multiplies with activations in 32 bits.
     """
     family = draft.config.model_type
     if draft.options.casts_parameters and family in (*WIDENS_INSIDE, *WIDENS_AROUND):

@@ -46,7 +46,7 @@ class MultiTokenPrediction(Part):
         self._term: LossTerm | None = None  # loss term of the current forward pass
         # Layer of the model -> arguments of the layer's latest call.
         self._given: dict[str, dict[str, Any]] = {}
-        # [1 + 2 depths], sums of the current step: the loss, then hits and labels of each depth
+        # [1 + 2 depths], sums over the current step: the loss, then for each depth the right predictions and the labels
         self._step: Tensor | None = None
         self._latest: Tensor | None = None  # the same sums of the last step, over all ranks
 
@@ -109,8 +109,8 @@ class MultiTokenPrediction(Part):
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> Iterator[None]:
-        """Sum the MTP loss, and the hits and labels of each depth, over all forward passes and ranks of a
-        training step.
+        """Sum the MTP loss, and for each depth the numbers of right predictions and of labels, over all forward passes
+        and ranks of a training step.
         """
         sums = torch.zeros(
             1 + 2 * len(self._planned.layers), dtype=torch.float64, device=runtime.mesh.device
@@ -142,12 +142,14 @@ class MultiTokenPrediction(Part):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Remove the MTP ids and targets from the arguments, or compute them (forward pre-hook of the model)."""
+        """Take the MTP ids and targets out of the arguments, or compute them if they are missing (forward pre-hook of
+        the model).
+        """
         batch = {
             **dict(zip(signature(model.forward).parameters, args, strict=False)),
             **kwargs,
         }
-        # Present if context parallelism has sharded them already.
+        # The ids and targets are in the arguments if context parallelism has sharded them already.
         ahead = {name: kwargs.pop(name) for name in (IDS, TARGETS) if name in kwargs}
         known = batch.get("input_ids") is not None and any(
             batch.get(name) is not None for name in _LABELS
@@ -202,7 +204,7 @@ class MultiTokenPrediction(Part):
         return output
 
     def _end(self, *_: Any) -> None:
-        """Add the loss, hits and labels of a forward pass to those of the step (forward hook of the model)."""
+        """Add a forward pass's loss, right predictions and labels to the step's sums (forward hook of the model)."""
         term = self._term
         self._term = None
         self._ids = None

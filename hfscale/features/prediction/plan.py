@@ -41,8 +41,8 @@ class PredictionPlan(Feature):
         batch: Mapping[str, Any],
         shift: int,
     ) -> dict[str, Tensor]:
-        """Return the ids and targets of tokens further ahead, computed before the batch is sharded: they may be tokens
-        of another rank.
+        """Return the ids and targets of tokens further ahead. They are computed before the batch is sharded, because
+        after sharding these tokens may be on another rank.
         """
         from .look_ahead import look_ahead
 

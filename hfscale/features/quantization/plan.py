@@ -1,4 +1,6 @@
-"""Plan which weights a frozen base holds in 4 or 8 bits, or as stored; check this before any is read."""
+"""Plan which weights a frozen base model holds in 4 or 8 bits, or in the checkpoint's own format. Raise for unsupported
+options before any weight is read.
+"""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -20,7 +22,7 @@ from ...plan.quantized import AS_STORED, QuantizedPlan
 
 
 def holds_quantized(model: Planned) -> bool:
-    """Return whether weights are held in 4 or 8 bits, or as stored."""
+    """Return whether weights are held in 4 or 8 bits, or in the checkpoint's own format."""
     return model.plan.quantized is not None
 
 
@@ -90,8 +92,8 @@ def split_quantization(config: Any) -> tuple[Any, BitsAndBytesConfig | None]:
 
 
 def packable(planned: Plan, model: nn.Module) -> list[str]:
-    """Return the names of weights of the full ``model`` that can stay as stored: those of linear projections and
-    experts, except the head and tied weights.
+    """Return the names of weights of the full ``model`` that can be held in the checkpoint's own format: those of
+    linear projections and experts, except the head and tied weights.
     """
     linear = [
         f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear

@@ -1,7 +1,8 @@
 """Check and plan a frozen base model in 4 or 8 bits, and dequantize its weights, in any layout.
 
-``quantization_config=BitsAndBytesConfig(...)`` is transformers' own. :mod:`.plan` chooses weights, and checks them
-before any is read, :mod:`.arrival` quantizes them while they are loaded, and here they are read from their modules.
+``quantization_config=BitsAndBytesConfig(...)`` is transformers' own. :mod:`.plan` chooses and checks the
+weights before any weight is read, and :mod:`.arrival` quantizes the weights while they are loaded. This module returns
+quantized weights of loaded modules.
 """
 
 from collections.abc import Iterator
@@ -69,8 +70,8 @@ def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
 
 
 def beside_quantized(model: nn.Module) -> Iterator[Any]:
-    """Yield the tensors that are needed to dequantize ``model``'s weights, like scales; ``None`` for missing
-    tensors.
+    """Yield the tensors, like scales, that are needed in addition to the quantized values to dequantize ``model``'s
+    weights; ``None`` for missing tensors.
     """
     for module in model.modules():
         if type(module).__name__ == ROWS:
@@ -79,8 +80,8 @@ def beside_quantized(model: nn.Module) -> Iterator[Any]:
 
 
 class StoredLinear(nn.Linear):
-    """Compute an ``nn.Linear`` whose ``weight`` is bytes as stored, ``uint8 [data ranks, bytes]``. The bytes are
-    decoded in each forward and backward pass.
+    """Compute an ``nn.Linear`` whose ``weight`` is held in the checkpoint's own bytes, ``uint8 [data ranks, bytes]``.
+    The bytes are decoded in each forward and backward pass.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,8 +103,8 @@ class StoredLinear(nn.Linear):
 
 
 def hold_quantized(model: nn.Module, name: str, encoding: Encoding) -> None:
-    """Make the module of parameter ``name`` compute with stored bytes, in the given ``encoding``; the parameter becomes
-    a tensor on the meta device.
+    """Make the module of parameter ``name`` compute with a checkpoint's bytes in the given ``encoding``. The parameter
+    becomes a meta tensor with the shape of the bytes.
     """
     module, attribute = owner_of(model, name)
     if isinstance(module, nn.Linear):

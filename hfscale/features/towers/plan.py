@@ -14,7 +14,7 @@ from ...plan.feature_plans import TowersPlan
 _ADDED_BEHIND_LAYERS = {"visual_pos_masks", "deepstack_visual_embeds"}
 """Inputs of a text model that adds features of pictures after its first layers (Meng et al. 2024, DeepStack)."""
 
-# The config field that lists the tower's layers whose outputs are added
+# The config field that lists the tower's layers whose outputs are added to hidden states of the text model
 _FEATURES = "deepstack_visual_indexes"
 
 _MEDIA = ("pixel_values", "flattened_patches", "input_features", "input_values")

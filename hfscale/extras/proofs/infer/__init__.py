@@ -1,4 +1,5 @@
-"""Infer the blueprint of a family that has none from a tiny clone of the model, and prove it on the clone.
+"""Derive the blueprint (the roles of modules under tensor parallelism) of a family from a tiny clone, and prove it
+there.
 
 The steps (:mod:`.search_blueprint`): make a clone of a few layers (:mod:`.subject`), trace one forward pass
 (:mod:`.forward_trace`), find the projections that may form a block (:mod:`.candidate_blocks`), enumerate the ways in

@@ -1,8 +1,9 @@
-"""Find the projections of a layer that may form a block: those that write hidden states, and those that feed them.
+"""Find the projections of a layer that may form a tensor-parallel block: columns, and the rows that read their results.
 
 A projection of a layer is a *row* candidate if its result reaches the layer's output without another projection in
-between, and if its input comes only from projections of the same layer that are no rows; those are its *columns*. If
-such projections also feed a column, or a column feeds another one (low-rank attention), the earlier ones stay whole.
+between, and if its input comes only from projections of the same layer that are not rows; these projections are its
+*columns*. If a projection feeds a column (like the down projection of low-rank attention), this earlier projection is
+not sharded.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +25,7 @@ class CandidateBlock:
     """
 
     layer: str  # the first layer that has the block
-    path: str  # the smallest module around the block; empty if it is the layer
+    path: str  # the smallest module that contains the block; empty if this module is the layer
     column: Names  # projections to shard along their outputs
     row: Names  # projections to shard along their inputs
     uncut: Names  # whole projections that feed the columns
@@ -43,7 +44,7 @@ class CandidateBlock:
 
 
 def find_candidates(subject: Subject, trace: Trace) -> tuple[list[CandidateBlock], list[str]]:
-    """Return the distinct candidates of all layers, and the reasons why others were rejected."""
+    """Return the distinct candidates of all layers, and the reasons why other groups of projections were rejected."""
     candidates: dict[tuple[str, Names], CandidateBlock] = {}
     passed: list[str] = []
     for layer in subject.layer_names:

@@ -1,4 +1,5 @@
-"""Trace one forward pass of the clone: which projections feed which ones, and the parameters in between.
+"""Trace one forward pass of the clone: for each projection, the projections that feed it, and the parameters in
+between.
 
 Each projection's output is tagged in the autograd graph. Walking back from a projection's input to the nearest tags
 gives the projections that feed the input, and the parameters on the way.
@@ -34,7 +35,7 @@ class Trace:
     calls: dict[str, Call] = field(default_factory=dict)
     # layer -> the last projections before its output
     outputs: dict[str, frozenset[str]] = field(default_factory=dict)
-    # module -> the tensors among its keyword arguments, by name
+    # module -> the tensors among the keyword arguments of its call, by name
     arguments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     # Projection -> the dropout module that reads its output.
     dropouts: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Enumerate hypotheses about the roles of modules in a candidate block, in the terms of plans, most likely first.
+"""Enumerate hypotheses about the tensor-parallel roles of modules in a candidate block, the most likely first.
 
 No hypothesis is trusted: each one is either proved or dropped.
 """
@@ -18,8 +18,8 @@ from .candidate_blocks import CandidateBlock
 from .forward_trace import Trace
 from .subject import Subject
 
-_MOST_LOCAL = 4  # attributes of one block that become local
-_MOST_READ = 7  # possible local sizes; if more, only names of heads and widths
+_MOST_LOCAL = 4  # most integer attributes of one block that become a rank's sizes (``num_heads``)
+_MOST_READ = 7  # if more may become local, only attributes named like heads and widths are tried
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "kv_heads")
 Parts = dict[str, int | Callable[[Any], tuple[int, ...]]]
 
@@ -33,7 +33,7 @@ class Guesses:
         self.candidate = candidate
         self.config = subject.model.config
         self.modules: dict[str, Any] = {}
-        # Not every layer has all modules; the first layer that has one decides.
+        # Not every layer has all modules; for each module, the first layer that has it decides.
         for layer in reversed(subject.layer_names):
             inside = dict(subject.model.get_submodule(layer).named_modules())
             if candidate.path in inside:
@@ -46,8 +46,8 @@ class Guesses:
         self.widths |= {self._width(name, of_input=True) for name in candidate.row}
 
     def insides(self) -> Iterator[Block]:
-        """Yield hypotheses about the inside of the block. Edges are at its projections, or at the block itself if some
-        modules before the columns stay whole.
+        """Yield hypotheses about the roles of the modules in the block. The block's collectives are at its projections,
+        or at the entry of the block if some modules before the columns stay whole.
         """
         uncut = self.candidate.uncut
         base = Block(
@@ -74,7 +74,9 @@ class Guesses:
             yield replace(base, parts=parts, key_value=key_value, **given)
 
     def edges(self, block: Block) -> Iterator[Block]:
-        """Yield a proved block with other edges, starting with those nearest to the block itself."""
+        """Yield a proved block with its edges (the modules at which its collectives run) moved, starting with the edges
+        nearest to the block's own entry and exit.
+        """
         if not self.candidate.path:
             return
         leaves = [
@@ -82,7 +84,7 @@ class Guesses:
             *([dropouts] if (dropouts := self._dropouts()) else []),
             self.candidate.row,
         ]
-        # Or enter at one module that contains all columns and no row, and has its own forward pass.
+        # An edge may also be one module that contains all columns and no row, and has its own forward pass.
         parents = {name.rpartition(".")[0] for name in self.candidate.column}
         parent = parents.pop() if len(parents) == 1 else ""
         within = any(name.startswith(f"{parent}.") for name in self.candidate.row)
@@ -96,7 +98,9 @@ class Guesses:
             yield replace(block, enter=enter, leave=leave)
 
     def _dropouts(self) -> tuple[str, ...]:
-        """Return the dropout modules after all rows; an edge at the dropout also follows an adapter around the row."""
+        """Return the dropout modules that read the rows' outputs, if all rows have one. A collective at the dropout
+        also comes after an adapter around the row.
+        """
         block = self.candidate.block
         dropouts = [self.trace.dropouts.get(f"{block}.{row}", "") for row in self.candidate.row]
         inside = [
@@ -172,7 +176,7 @@ class Guesses:
                 yield {columns[0]: query_key_value}
 
     def _arguments(self) -> Iterator[dict[str, Any]]:
-        """Yield guesses at keyword arguments with one entry per head, or per sample and head."""
+        """Yield guesses at the keyword arguments whose tensors have one entry per head, or per sample and head."""
         samples = self.subject.inputs["input_ids"].shape[0]
         heads = {}
         sample_heads = []

@@ -1,13 +1,14 @@
 """Prove a blueprint: threads act as tensor-parallel ranks, and must compute what one process computes, in float64.
 
 Every rank runs a copy of the model with its shards, forward and backward, in lockstep with the other ranks; ranks
-exchange tensors at the edges of blocks, like processes::
+exchange tensors at the edges (entries and exits) of tensor-parallel blocks, like processes::
 
     enter   forward: x itself              backward: the sum over the ranks
     leave   forward: the sum of all ranks  backward: the gradient itself
     gather  forward: all ranks' slices     backward: the rank's own slice
 
-A parameter that the plan lists neither as cut nor as partial has the gradient of its own rank only, as in a real run.
+The gradient of a parameter that the plan lists neither as sharded nor as partial is not summed over ranks, as in a real
+run.
 """
 
 import copy
@@ -40,9 +41,9 @@ Gradients = dict[str, Tensor | None]  # gradients by the parameter's name in the
 
 
 def prove(subject: Subject, blueprint: Blueprint, tp_size: int = 2) -> Proof:
-    """Compare the clone with ``tp_size`` ranks that share the blocks of ``blueprint``, planned like real runs."""
+    """Compare the clone with ``tp_size`` ranks that shard the blocks of ``blueprint``, planned like a real run."""
     sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
-    # All sizes are explicit, so that none comes from the environment.
+    # Pass all sizes explicitly, so that no size is read from environment variables.
     layout = ParallelConfig(**{**sizes, "tp_size": tp_size}, sequence_parallel=False)
     draft = Draft(subject.model, layout)
     try:
@@ -77,7 +78,9 @@ def _gradient_apart(found: Tensor | None, wanted: Tensor | None, floor: float) -
 def _run_as_ranks(
     subject: Subject, draft: Draft, blocks: Sequence[BlockPlan]
 ) -> tuple[list[Tensor], tuple[Gradients, ...]]:
-    """Run the batch on ``draft.tp`` ranks; return each rank's output, and its gradients of full parameters."""
+    """Run the batch on ``draft.tp`` ranks (``draft`` is the plan being made). Return, by rank, the output and the
+    gradients in the shape of full parameters.
+    """
     rules = {id(subject.model.get_parameter(name)): rule for name, rule in draft.rules.items()}
     group = _Group(draft.tp)
     try:
@@ -169,7 +172,7 @@ class _Group:
 
 
 class _RankModel:
-    """Hold one rank's copy of a model, with its shards and with edges at the blocks."""
+    """Hold one rank's copy of a model, with the rank's shards and with collectives at the edges of blocks."""
 
     def __init__(
         self,

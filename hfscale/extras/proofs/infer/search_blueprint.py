@@ -22,11 +22,13 @@ from .lockstep import prove
 from .subject import Subject, Unplanned, Unproved, aside, brief, make_subject
 
 _MOST_TRIALS = 120  # hypotheses per candidate
-_RAISED = (0.5, 1)  # some configs take whole numbers only
+_RAISED = (0.5, 1)  # dropout probabilities to try; some configs accept whole numbers only
 
 
 def prove_blueprint(model: Any) -> tuple[dict[str, Any], bool]:
-    """Return the blueprint of a model; if none can be proved, return the reason as ``refused``."""
+    """Return the blueprint (the tensor-parallel roles of modules) of a model; if no blueprint can be proved, return the
+    reason as ``refused``.
+    """
     try:
         return as_data(infer(model)), True
     except PlanError as error:
@@ -38,8 +40,8 @@ def prove_completed(
     blueprint: Blueprint,
     forgotten: list[str],
 ) -> tuple[bool, bool]:
-    """Return whether two ranks of a clone compute the same as one process, with roles for the ``forgotten``
-    parameters.
+    """Return whether two ranks of a clone compute the same as one process if the ``forgotten`` parameters, which the
+    blueprint does not list, get roles.
     """
     try:
         subject = make_subject(model)
@@ -59,8 +61,9 @@ def prove_completed(
 
 
 def prove_holds(model: Any, blueprint: Blueprint) -> tuple[str | None, bool]:
-    """Return why two ranks of a clone compute something else than one process with a written blueprint: empty if they
-    do not, ``None`` if no clone can tell (for example because the model reads no tokens).
+    """Return the reason why two ranks of a clone with the given blueprint compute something else than one process.
+    Return an empty string if they compute the same, and ``None`` if the clone cannot be tested (for example because the
+    model reads no tokens).
     """
     groups = max((block.head_groups for block in blueprint.blocks.values()), default=1)
     # Each of the two ranks needs a head of every group.
@@ -82,7 +85,7 @@ def prove_holds(model: Any, blueprint: Blueprint) -> tuple[str | None, bool]:
 
 
 def infer(model: Any) -> Inference:
-    """Infer a model's blueprint from a traced tiny clone, and prove it. All processes get the same result, and RNG
+    """Derive a model's blueprint from a traced tiny clone, and prove it. All processes get the same result, and RNG
     states do not change.
     """
     try:
@@ -112,7 +115,7 @@ class _Search:
         return prove(self.subject, Blueprint(self.layers, blocks), tp_size)
 
     def objection(self, blocks: dict[str, Block], tp_size: int = 2) -> str:
-        """Return why these blocks cannot be proved; empty if they can."""
+        """Return the reason why these blocks cannot be proved together; empty if they can."""
         try:
             self.prove(blocks, tp_size)
         except Unproved as unproved:
@@ -120,8 +123,8 @@ class _Search:
         return ""
 
     def find(self, candidate: CandidateBlock) -> Block | None:
-        """Return the first hypothesis that holds, with edges as near to the block as possible; ``None`` if
-        none holds.
+        """Return the first hypothesis that holds, with collectives as near to the block's entry and exit as possible;
+        ``None`` if no hypothesis holds.
         """
         guesses = Guesses(self.subject, self.traced, candidate)
         path = candidate.path
@@ -140,7 +143,7 @@ class _Search:
         )
         few_keys = candidate.attends and guesses.key_heads < guesses.heads
         if few_keys and self.objection({path: inside}, 2 * guesses.key_heads):
-            # Several ranks cannot hold the same key/value head here, so plans refuse more ranks than key/value heads.
+            # Ranks cannot share a key/value head in this block, so there must not be more ranks than key/value heads.
             alone = replace(inside, key_value={})
             inside = inside if self.objection({path: alone}) else alone
         return inside
@@ -180,7 +183,9 @@ def _infer(model: Any, subject: Subject) -> Inference:
 def _together(
     search: _Search, found: Iterable[tuple[CandidateBlock, Block]]
 ) -> tuple[dict[str, Block], set[str]]:
-    """Prove all blocks together, merging blocks of the same path; return the blocks, and the paths of attention."""
+    """Prove all blocks together, after merging blocks of the same path; return the blocks, and the paths of attention
+    blocks.
+    """
     blocks: dict[str, Block] = {}
     attention = set()
     for candidate, block in found:
@@ -248,7 +253,7 @@ def _that_hold_with_odd_widths(
 
 
 def _check_layer_kinds(model: Any, subject: Subject) -> None:
-    """Refuse a model that has kinds of layers that its clone lacks, because nothing is proved about such layers."""
+    """Raise for a model that has kinds of layers that its clone lacks, because nothing is proved about such layers."""
     shown = {_kind_of_layer(subject.model.get_submodule(name)) for name in subject.layer_names}
     for name, layer in model.get_submodule(subject.layers).named_children():
         missing = _kind_of_layer(layer)
@@ -272,7 +277,9 @@ def _kind_of_layer(layer: Any) -> frozenset[tuple[str, str]]:
 
 
 def find_dropouts(model: Any, blocks: dict[str, Block]) -> dict[str, tuple[str, ...]]:
-    """Map each block to the config fields of its dropout: fields that, if raised, draw between columns and rows."""
+    """Map each block to the config fields of its dropout: if such a field is increased, the block draws random numbers
+    between columns and rows.
+    """
     fields_of: dict[str, list[str]] = {path: [] for path in blocks}
     for name in _fields(model.config.to_dict()):
         raised = _raised(model, name)
@@ -297,7 +304,8 @@ def _that_draw(subject: Subject, blocks: dict[str, Block]) -> set[str]:
     ) -> None:
         now = torch.random.get_rng_state()
         drawn = not torch.equal(states.get(block, now), now)
-        if drawn or not args[0].any():  # a probability of 1 draws no numbers, but zeroes all
+        # dropout with probability 1 zeroes all entries without drawing random numbers
+        if drawn or not args[0].any():
             drawing.add(path)
 
     modules = dict(subject.model.named_modules())
@@ -330,7 +338,7 @@ def _fields(fields: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _raised(model: Any, field: str) -> Subject | None:
-    """Return a clone in training mode with one dropout probability raised; ``None`` if it cannot be built."""
+    """Return a clone in training mode with one dropout probability increased; ``None`` if the clone cannot be built."""
     outer, _, name = field.rpartition(".")
     for probability in _RAISED:
         change: dict[str, Any] = {field: probability}

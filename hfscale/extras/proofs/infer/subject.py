@@ -1,4 +1,4 @@
-"""Build the subject of inference: a tiny clone of a model, on the CPU in float64, with a batch to run."""
+"""Build the model from which a blueprint is derived: a tiny clone, on the CPU in float64, with a batch to run."""
 
 import inspect
 from collections.abc import Iterator
@@ -24,11 +24,15 @@ _PADDED = 2
 
 
 class Unproved(Exception):
-    """Raised if a hypothesis does not hold on the clone, or the clone cannot be judged; the message tells why."""
+    """Raised if a hypothesis does not hold on the clone, or the clone cannot be tested; the message contains the
+    reason.
+    """
 
 
 class Unplanned(Unproved):
-    """Raised if a plan refuses the clone itself, for example because its sizes do not divide over ranks."""
+    """Raised if the clone itself cannot be planned, for example because its sizes are not divisible by the number of
+    ranks.
+    """
 
 
 @dataclass
@@ -49,7 +53,7 @@ class Subject:
 
     @cached_property
     def reference(self) -> tuple[Tensor, dict[str, Tensor | None]]:
-        """The output of the unchanged clone, and the gradients of its parameters, each tied one once."""
+        """The output of the unchanged clone, and the gradients of its parameters; a tied parameter occurs once."""
         return run_backward(self.model, self.inputs, dict(self.model.named_parameters()))
 
 
