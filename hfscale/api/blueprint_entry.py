@@ -61,7 +61,7 @@ def blueprint_entry(model: Any, inferred: bool = False) -> dict[str, Any]:
 
 
 def _family_and_blueprint(model: Any, inferred: bool) -> tuple[str, Blueprint, Inference | None]:
-    """Return a model's family, its blueprint, and the record of the inference if the blueprint was inferred."""
+    """Return a model's family, its blueprint, and, if the blueprint was inferred, its `Inference` (with the proof)."""
     blueprint = infer(model).blueprint if inferred else find_blueprint(model)
     return (
         model.config.model_type,

@@ -56,7 +56,9 @@ def build_plan(
 
 
 def _finished(draft: Draft) -> Plan:
-    """Return the plan, whose fields are the draft's fields of the same names."""
+    """Return the finished plan. Its family, parameters and source are computed here; every other field is copied from
+    the field of `draft` with the same name.
+    """
     decided = {
         field.name: getattr(draft, field.name)
         for field in fields(Plan)

@@ -1,4 +1,4 @@
-"""Find a model's blueprint: in hfscale's table, from transformers' TP plan, or by inference, in that order."""
+"""Find a model's blueprint: in hfscale's table, in transformers' TP plan, or derived from the model, in that order."""
 
 import json
 import logging
@@ -241,7 +241,7 @@ def _roles(
             roles[block]["cut"][name] = _EXPERT_STYLES[style]
         elif style in _STYLES:
             roles[block][_STYLES[style]][name] = None
-            # Low-rank attention computes its full latents on each rank, inside the edges.
+            # Low-rank attention computes its full latents on each rank, between the block's collectives.
             if style == "mla_kv_a_proj":
                 mixtures += (block,)
         else:

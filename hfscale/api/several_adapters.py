@@ -29,8 +29,8 @@ def replaced_by(runtime: Runtime, by: str) -> Replaced:
 
 
 def change_adapters(runtime: Runtime, by: str, change: Change) -> Adapters:
-    """Disassemble a model, call ``change`` on the shards of its parameters to change its adapters, and reassemble the
-    model by the plan that ``change`` returns. If ``change`` raises, the model is restored.
+    """Undo the sharding of a model, call ``change`` on this rank's shards to change the model's adapters, and shard
+    the model again by the plan that ``change`` returns. If ``change`` raises, the model is restored.
     """
     model = runtime.model
     training = model.training

@@ -261,8 +261,8 @@ def _after_another(
     known: dict[str, tuple[str, ...]],
     expected: set[str],
 ) -> dict[str, tuple[str, ...]]:
-    """Return groups of tensors whose stored names are right only if a sibling is converted first (``norm0``,
-    ``norm1``).
+    """Return groups of tensors to convert together, because transformers gives one tensor of the group its right
+    stored name only after the other tensor was converted: for example ``norm1`` after ``norm0``.
     """
     together: dict[str, tuple[str, ...]] = {}
     alone = {name: tensor for name, tensor in contents.items() if name not in known}

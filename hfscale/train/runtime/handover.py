@@ -1,4 +1,4 @@
-"""Replace old parameters in optimizers after a model was sharded or disassembled.
+"""Replace old parameters in optimizers after a model was sharded, or after its sharding was undone.
 
 An optimizer holds parameter objects, and sharding a model replaces these objects. An optimizer that a script created
 earlier would continue with tensors that get no gradients, without an error. So each replaced parameter that is still
@@ -211,8 +211,8 @@ def _now(parameter: Tensor, found: dict[int, _Successor]) -> Tensor | None:
 
 
 def check_optimizers(optimizers: Sequence[Any], runtimes: Sequence[Runtime]) -> None:
-    """Update optimizers whose parameters were replaced; over ranks, raise for optimizers that train none of these
-    models.
+    """Update optimizers whose parameters were replaced. If a model is trained over several ranks, raise ConfigError
+    if the optimizers hold parameters, but none of the models of ``runtimes``.
     """
     for optimizer in optimizers:
         follow(optimizer)

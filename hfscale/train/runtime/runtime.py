@@ -471,7 +471,7 @@ class Runtime:
         self.plan = with_latecomers(self._planned, live)
 
     def forget_parameters(self) -> None:
-        """Drop all references to parameters, after the model was disassembled."""
+        """Drop all references to parameters, called when `take_apart` undoes the sharding of the model."""
         self._live.forget()
 
     @property
