@@ -39,8 +39,8 @@ EPSILON = torch.finfo(torch.bfloat16).eps
 FACTOR = 4.0
 BOUND = f"""\
 The noise is what bfloat16 does to one process: |stock in bfloat16 - stock in float32|, on the same weights. A layout
-adds in another order and rounds elsewhere, so it may be off by {FACTOR:g} times that. One number can be right by luck:
-the noise is taken as at least one unit in the last place of bfloat16, relative to it (2**-7)."""
+adds in another order and rounds elsewhere, so it may be off by {FACTOR:g} times the noise. The noise of a single number
+may be 0 by chance, so it is taken as at least 2**-7 of this number: one unit in the last place of bfloat16."""
 # Columns: the layout, and how it computes.
 COLUMNS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "tp2": ({"tp_size": 2}, {"dtype": torch.bfloat16}),
