@@ -25,7 +25,7 @@ Ranks = Mapping[int, int] | Sequence[int]  # stage -> the pipeline rank that hol
 
 
 class Planned(Protocol):
-    """A model with its plan and options: what says which features run in it."""
+    """Have a model, its plan and its options, which together determine the features that run in the model."""
 
     model: Any
     plan: Plan
