@@ -4,8 +4,8 @@ A family has one :class:`Blueprint`, from the first of these sources that has on
 
 1. :data:`hfscale.models.FAMILIES`, hfscale's own table, keyed by ``config.model_type``;
 2. transformers' ``base_model_tp_plan`` of the model, translated;
-3. inference from the model itself (:mod:`hfscale.extras.proofs.infer`). An inferred blueprint (:class:`Inference`) is
-   used only if two ranks with it equal one process. It can be written as JSON.
+3. the model itself, from which :mod:`hfscale.extras.proofs.infer` derives a blueprint (:class:`Inference`). This
+   blueprint is used only if two ranks with it equal one process. It can be written as JSON.
 """
 
 from collections.abc import Callable
@@ -133,11 +133,11 @@ class Inference:
     blueprint: Blueprint  # the inferred blueprint
     proof: Proof  # the comparison of two ranks with one process, on a tiny clone
     attention: tuple[str, ...]  # paths of the blocks that mix tokens
-    whole: tuple[str, ...]  # for other modules of the layers, why they are not sharded
+    whole: tuple[str, ...]  # reasons why other modules of the layers are not sharded
 
 
 def as_data(found: Inference) -> dict[str, Any]:
-    """Return an inference as data that can be written as JSON."""
+    """Return an inferred blueprint and its proof as data that can be written as JSON."""
     return {
         "layers": found.blueprint.layers,
         "source": found.blueprint.source,
@@ -159,7 +159,7 @@ def block_as_data(block: Block) -> dict[str, Any]:
 
 
 def from_data(data: dict[str, Any]) -> Inference:
-    """Return the inference from the data that :func:`as_data` returned."""
+    """Rebuild the inferred blueprint and its proof from the data that :func:`as_data` returned."""
     blocks = {
         path: Block(
             **{

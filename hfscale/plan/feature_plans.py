@@ -192,12 +192,12 @@ def gathered_in_8_bits(plan: PlanContents) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class TowersPlan(Feature):
-    """Plan the towers and projectors (images, audio) around a text model, and the layers that read only their
-    outputs.
+    """Plan the towers and projectors (images, audio) around a text model, and the layers that read only the
+    outputs of towers.
     """
 
     text: str  # name of the text model; empty if the model itself is the text model
-    # Modules and parameters outside the text model, except the head; and such layers
+    # modules and parameters outside the text model, except the head, and layers that read only the outputs of towers
     items: tuple[str, ...]
     parameters: int  # number of entries of their parameters
     read_inside: tuple[

@@ -42,7 +42,7 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Mark:
-    """Hold the content of a directory's marker file."""
+    """Hold the data that a directory's marker file contains."""
 
     written: float  # time at which the marker was written, in seconds since 1970
     files: dict[str, FileSum]  # sizes and checksums by file name

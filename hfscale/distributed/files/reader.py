@@ -194,7 +194,7 @@ def _header(file: FileIO) -> tuple[dict[str, Any], int]:
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object's content; refuse a name that occurs twice: parsers differ in which they keep."""
+    """Return a JSON object as a dict; refuse a name that occurs twice, since parsers keep different ones."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

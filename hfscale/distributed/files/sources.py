@@ -1,7 +1,7 @@
 """Find model weights in a directory that another trainer has written, in a format that can be read in slices.
 
 =========================  ==================================================  ==============================
-form                       files                                               who writes it
+format                     files                                               who writes it
 =========================  ==================================================  ==============================
 slices in safetensors      ``shard-00001-model-00001-of-00001.safetensors``    transformers' distributed saving
 distributed checkpoint     ``.metadata``, ``__0_0.distcp``                     FSDP2 in plain loops, torchtitan
@@ -10,7 +10,7 @@ state dict of FSDP         ``pytorch_model_fsdp.bin``                          A
 plain, without a config    ``model.safetensors``, ``pytorch_model.bin``        Accelerate's ``save_state``
 =========================  ==================================================  ==============================
 
-To add a form, add an entry to :data:`_FORMS`, or an :class:`AddedSource` in an extension. Before these forms are tried,
+To add a format, add an entry to :data:`_FORMS`, or an :class:`AddedSource` in an extension. Before these are tried,
 :mod:`.weight_files` looks for transformers' own plain files (safetensors, ``pytorch_model.bin``).
 """
 
@@ -26,7 +26,7 @@ from .reader import TensorOnDisk
 from .weight_files import METADATA, SLICED, open_tensors, weight_files
 
 _CONFIG = "config.json"
-# names of weight files begin so; names of a saved state's shards do not
+# prefixes of the names of weight files; names of a saved state's shards have other prefixes
 _OF_MODELS = ("model", "pytorch_model")
 _FULL = "pytorch_model_fsdp.bin"
 _OF_MEGATRON = "common.pt"  # a file of Megatron's distributed checkpoints, which stack layers under other names
@@ -123,7 +123,7 @@ def ask_added(question: str, *given: Any) -> Any:
 @dataclass(frozen=True)
 class _Form:
     words: str
-    pattern: str  # matches a file that every directory of this form has
+    pattern: str  # matches a file that every directory in this format has
     reader: str  # module and name of the :attr:`Source.reader`, in this package
 
 
@@ -140,7 +140,7 @@ _FORMS = (
 
 
 def find_source(path: Path) -> Source | None:
-    """Return the source of weights in a directory or file, in a form that transformers does not load in slices.
+    """Return the source of weights in a directory or file, in a format that transformers does not load in slices.
 
     Return ``None`` for transformers' own checkpoints, and if there are no weights.
     """

@@ -67,7 +67,7 @@ class CutBatch:
     position_ids: Tensor | None = None
     # ``[b, s]``: which example of a packed row each token is in; ``None``: every row is one example
     documents: Tensor | None = None
-    # the positions at which the documents begin, for each row, or once if all rows are alike
+    # the positions at which documents begin: one entry per row, or a single entry if all rows have the same positions
     starts: tuple[tuple[int, ...], ...] | None = None
     # the arguments that features add to a forward pass, by name
     added: Mapping[str, BatchField] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class CutBatch:
         return replace(self, **moved) if moved else self
 
     def whole_positions(self, device: torch.device) -> Tensor:
-        """Return the positions of all tokens, ``[..., s]``: the batch's, or 0, 1, 2, ... if the batch has none."""
+        """Return the positions of all tokens, ``[..., s]``: ``position_ids``, or 0, 1, 2, ... without them."""
         if self.position_ids is not None:
             return self.position_ids
         return torch.arange(self.split.total, device=device)[None]

@@ -1,7 +1,7 @@
 """Compute attention over one block of keys: the output, and the log-sum-exp of its scores.
 
 Torch's flash kernels (Dao et al. 2022) never hold scores in memory. They support neither softcap nor dropout, and on
-CUDA no mask but a causal one, so on CUDA the kernel is chosen per pair of intervals. :class:`ScoreKernel` supports
+CUDA no mask except a causal one, so on CUDA the kernel is chosen per block of keys. :class:`ScoreKernel` supports
 everything, and holds the scores of some rows at a time in memory.
 
 Shapes: queries ``[b, h, rows, d]``, keys and values ``[b, h / g, columns, d]``, outputs like queries, log-sum-exps
@@ -33,7 +33,7 @@ class ScoreBlock:
     causal: bool = False  # row ``i`` reads columns 0 to ``i``
     # ``[b, 1, rows, columns]``, 0 or minus infinity, added to scores; ``None``: no mask except ``causal``
     bias: Tensor | None = None
-    seed: int = 0  # of dropout
+    seed: int = 0  # seed of dropout
     # ``[b, 1, rows]``: True for queries that read all keys with equal weight; ``None``: there are no such queries
     idle: Tensor | None = None
     first: int = 0  # index of the first row in the whole block, for the causal mask
@@ -52,7 +52,7 @@ class ScoreBlock:
 def kernel_for(
     q: Tensor, scale: float, softcap: float | None, dropout: float, idle: bool = False
 ) -> "Kernel":
-    """Return the fastest kernel that supports these queries, for pairs of intervals of every kind."""
+    """Return the fastest kernel that supports these queries with every mask: none, causal, or any other."""
     plain = softcap is None and not dropout and not idle
     if plain and q.device.type == "cpu":
         return FlashOnCpu(scale)

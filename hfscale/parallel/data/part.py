@@ -44,7 +44,7 @@ class DataParallel(Part, DataAxes):
         self._wrapped = shard.wrapped_modules(model)
         if weights is not None:
             install_local_weights(model, weights.tensors, plan, mesh)
-        # with stages, placeholders refuse, and hfscale itself calls the base model for targets
+        # With stages, placeholders refuse such calls, and hfscale itself calls the base model for decoder inputs.
         if plan.stages is None:
             shard.refuse_calls_past_the_model(model)
         if compresses(plan):
@@ -72,7 +72,7 @@ class DataParallel(Part, DataAxes):
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> AbstractContextManager[None]:
-        """Drop what FSDP2 holds of a step that raises, such as a microbatch's gradients, before the next step."""
+        """If a step raises, free the tensors that FSDP2 holds for the step, such as a microbatch's gradients."""
         return shard.forgotten_if_it_raises(self._model)
 
     def left_out(self) -> list[Tensor]:

@@ -340,7 +340,7 @@ def reduce_microbatch(model: Any) -> None:
 
 @contextmanager
 def forgotten_if_it_raises(model: nn.Module) -> Iterator[None]:
-    """If the step inside the ``with`` block raises, drop what FSDP2 holds of the step.
+    """If the step inside the ``with`` block raises, free the tensors that FSDP2 holds for the step.
 
     The caller can then try the step again, for example with fewer rows.
     """

@@ -13,10 +13,10 @@ from ...train.runtime.shards import LocalWeights
 
 
 class UnshardedWeights(Part):
-    """Fill a model that no data axis shards."""
+    """Load weights into a model that is not sharded over a data axis."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Materialize tensors on the meta device, after every part that reads or changes local sizes."""
+        """Materialize tensors on the meta device; call this after all parts that read or change local sizes."""
         if weights is not None:
             install_local_weights(runtime.model, weights.tensors, runtime.plan, runtime.mesh)
 
@@ -24,7 +24,7 @@ class UnshardedWeights(Part):
 def install_local_weights(
     model: nn.Module, shares: dict[str, Tensor], plan: Plan, mesh: Mesh
 ) -> None:
-    """Fill a model on the meta device, wrapped by FSDP2 or not, with this rank's shards (``shares``, by name)."""
+    """Load ``shares`` (name -> this rank's shard) into a model on the meta device, wrapped by FSDP2 or not."""
     made: dict[str, nn.Parameter] = {}
     for planned in plan.parameters:
         if not plan.is_local(mesh.pp_rank, planned.name):

@@ -291,8 +291,8 @@ class LayerRouting:
     def _rerouted(
         self, logits: Tensor, k: int, now: Pass, own: "_OwnTokens"
     ) -> tuple[Tensor, Tensor]:
-        """Return ``index`` and ``weights`` by the router of the options. Its random numbers are drawn for all tokens,
-        so that all tensor ranks draw the same.
+        """Return each token's experts (``index``) and their weights, chosen by the router that the options name. Random
+        numbers are drawn for all tokens, so that all tensor ranks draw the same numbers.
         """
         options, (samples, tokens) = self.options, now.real.shape
         if options.router == "switch":

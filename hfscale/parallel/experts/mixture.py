@@ -31,8 +31,8 @@ from .router_functions import count_each
 
 
 class Mixture:
-    """Run the experts of one MoE layer, whose ranks compute tokens of ``batches`` distinct batches. The tensor ranks of
-    the group ``shares``, if any, each send a shard of the tokens of their batch.
+    """Run the experts of one MoE layer. Its ranks compute tokens of ``batches`` distinct batches. If there is a group
+    ``shares``, each of its tensor ranks sends only a shard of the tokens of its batch.
     """
 
     def __init__(self, routing: LayerRouting) -> None:

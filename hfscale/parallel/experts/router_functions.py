@@ -67,8 +67,8 @@ def noisy_topk(logits: Tensor, k: int, noise: Tensor | None) -> tuple[Tensor, Te
 
 
 def round_robin(index: Tensor, count: int) -> Tensor:
-    """Return the experts 0, 1, ..., ``count - 1`` in turn, in the shape of ``index``: the loads of two experts differ
-    by one at most.
+    """Return expert indices 0, 1, ..., ``count - 1`` in turn, in the shape of ``index``, so that the loads of any two
+    experts differ by one at most.
     """
     return torch.arange(index.numel(), device=index.device).remainder_(count).view_as(index)
 

@@ -54,7 +54,11 @@ def _interleaved(
 def _in_rounds(
     kind: Kind, rank: int, pp_size: int, num_microbatches: int, virtual_stages: int
 ) -> list[Action]:
-    """List one action per stage of the rank and microbatch, in rounds; backward passes begin with the last stage."""
+    """List one action for each pair of a stage of the rank and a microbatch.
+
+    The microbatches are divided into rounds. In a round, each stage of the rank in turn processes all microbatches of
+    the round; the rank's last stage is first in backward passes.
+    """
     size = _round_size(pp_size, num_microbatches)
     stages = [rank + place * pp_size for place in range(virtual_stages)]
     return [

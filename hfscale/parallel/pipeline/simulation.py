@@ -47,8 +47,8 @@ def simulate(
 
     A forward pass needs the forward pass of the stage before. A backward pass (or its first half, for the input) needs
     the forward pass of its own stage and the gradient from the stage after. The second half, for the weights, needs the
-    first half. A transfer delays its receiver but keeps no rank busy. ``microbatches`` is the number per step, and is
-    counted if 0.
+    first half. A transfer delays its receiver but keeps no rank busy. ``microbatches`` is the number per step; 0:
+    count them in ``order``.
 
     Raises:
         ConfigError: the ranks would wait for each other forever.

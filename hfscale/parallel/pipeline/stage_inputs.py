@@ -16,9 +16,10 @@ from ...plan.stages import Loan, TwoStacks
 
 @dataclass(frozen=True)
 class StageInputs:
-    """Hold the names of modules and parameters around the layers, and the form of what modules return.
+    """Hold the names of modules and parameters around the layers, and the forms of modules' outputs.
 
-    The form is ``None`` for a tensor, or the length of a tuple that begins with the tensor.
+    A form is ``None`` if the module returns a tensor. If the module returns a tuple that begins with the tensor, the
+    form is the tuple's length.
     """
 
     before: tuple[str, ...]  # used before the first layer

@@ -51,7 +51,7 @@ class _Kept:
 
     arrived: Tensor | None  # the stage's input; ``None`` on the first stage
     output: Tensor
-    split: Split | None = None  # what the second half of a split backward pass needs
+    split: Split | None = None  # state for the second half of a split backward pass
     # the gradient of the output, if the second half runs the full backward pass
     gradient: Tensor | None = None
 
@@ -99,8 +99,8 @@ class StageWorker:
         self._shape = shape
         self._parameters = parameters
         # splits: whether the halves of a split backward pass run separately; otherwise the first half computes all
-        # trains: whether anything up to this stage's end trains
-        # trains_before: whether anything before this stage trains; its input then has a gradient
+        # trains: whether a parameter of this stage or of an earlier stage trains
+        # trains_before: whether a parameter of an earlier stage trains; this stage's input then has a gradient
         self.trains_before = self.trains = self.splits = True
         self.recomputes = False  # whether layers are recomputed in the backward pass
         self.recorder: Recorder | None = None

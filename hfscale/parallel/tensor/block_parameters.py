@@ -60,10 +60,11 @@ class PlacedBlock:
 
 
 def cut_parameters(block: PlacedBlock, is_layer: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Add the rules of a block's parameters to the draft.
+    """Add sharding rules for a block's parameters to ``block.draft``, the plan under construction.
 
     Returns:
-        The modules that every rank holds in full, and the parameters that only one rank may add to the output.
+        The modules that every rank holds in full, and the parameters (biases) that exactly one rank adds to its output,
+        so that the sum over ranks contains them once.
     """
     draft = block.draft
     role = block.role

@@ -112,7 +112,7 @@ class Overlap:
     def read_by(self, low_rank: Any, read: Callable[[Tensor], Tensor]) -> None:
         """Let an adapter's first factor ``low_rank`` also not save the block's input if it is gathered again.
 
-        ``read`` returns the factor's weight in the form in which the forward pass reads it.
+        ``read`` maps the factor's weight to the tensor that the forward pass computes with.
         """
         if type(low_rank) in PROJECTIONS:
             self._low_rank[low_rank] = read

@@ -30,7 +30,10 @@ class VocabParallelEmbedding(nn.Embedding):
     _hfscale_sum: Callable[[Tensor], Tensor] | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Embed ids ``[...]`` as ``[..., h]``: this rank's term of the sum over tensor ranks, or the sum if set so."""
+        """Embed ids ``[...]`` as ``[..., h]``: this rank's term of the sum over tensor ranks, or the complete sum.
+
+        The sum is computed here if the attribute ``_hfscale_sum`` is set.
+        """
         rows = self.look_up(input, self.weight)
         return rows if self._hfscale_sum is None else self._hfscale_sum(rows)
 

@@ -51,9 +51,9 @@ class PartialSums:
         self.deferred = False
 
     def read(self, parameter: Tensor) -> Tensor:
-        """Return the parameter in the form that a module computes with.
+        """Return the tensor that a module computes with in place of ``parameter``.
 
-        For a parameter that data ranks do not gather (of experts), this is the local shard.
+        For an expert's parameter that data ranks do not gather, this tensor is the local shard.
         """
         return (
             parameter if self.deferred else copy_to_tp_region(local_tensor(parameter), self.group)

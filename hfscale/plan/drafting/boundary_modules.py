@@ -52,8 +52,8 @@ def direct_children(modules: dict[str, Any], owner: str) -> list[str]:
 
 
 def find_loan(model: Any, layer_list: str) -> Loan | None:
-    """Return the module of the first layer that every later layer could run instead, to compute the result that it
-    otherwise receives. Return ``None`` if there is no such module, or no tiny clone proves it.
+    """Return the first layer's module whose result every later layer receives, if every later layer could also run
+    the module itself to compute this result. Return ``None`` if there is no such module, or no tiny clone proves it.
     """
     loan = candidate(list(model.get_submodule(layer_list)), layer_list)
     return loan if loan is not None and ask("loan", model, loan.name, loan=loan) else None
