@@ -33,6 +33,8 @@ LossOfScores = Callable[[TokenScores, int], Tensor]
 """Compute the loss of a microbatch, a scalar, from its scores and its index in the step."""
 LossOfOutputs = Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor | float]]
 """Compute the sum of a microbatch's losses, and their number, from the model's outputs and the microbatch."""
+# Fields of a batch that a prompt makes longer.
+_EXTENDED = ("input_ids", "labels", "attention_mask")
 _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
 
@@ -258,6 +260,7 @@ class UserLoss:
         self._runtime = runtime
         self._kept = kept
         self._given: Sequence[Microbatch] = ()
+        self._in_front = 0  # tokens of a prompt that are in a row before the user's own tokens
         self._counts: list[Tensor] = []
         forward, takes_more = forward_arguments(stock_class(runtime.model).forward)
         self._taken = {ROUTES, *forward, *(LENGTHS if takes_more else ())} - set(_LABELS)
@@ -272,6 +275,13 @@ class UserLoss:
         """Run one step and return its loss, the same on every rank; raise for features that cannot run such a loss."""
         runtime = self._runtime
         refuse_without_flush(runtime, "loss_fn")
+        if runtime.adapters is not None:
+            self._in_front = runtime.adapters.tokens_in_front(runtime)
+        if self._in_front and runtime.mesh.layout.cuts_sequences:
+            raise ConfigError(
+                f"loss_fn with a prompt must get rows of their own tokens, got {runtime.mesh.layout.describe()}, where "
+                "ranks share a row and its prompt: leave loss_fn out, or use cp_size=1"
+            )
         rows: Any = _Rows()
         self._given, _ = prepare(runtime, batch, train, rows, routes)
         inputs = [
@@ -303,7 +313,7 @@ class UserLoss:
         if self._kept is not None:
             self._kept.keep(output, inputs, index)
         nothing: tuple[Tensor | None, Tensor | float] = (None, 0.0)
-        total, count = self._loss_fn(self._read, output, self._given[index], instead=nothing)
+        total, count = self._loss_fn(self._read, output, self._own(index), instead=nothing)
         counted = torch.as_tensor(count, dtype=torch.float64).detach()
         self._counts.append(counted.to(self._runtime.mesh.device, non_blocking=True))
         if total is not None and (total.requires_grad or not torch.is_grad_enabled()):
@@ -313,6 +323,14 @@ class UserLoss:
             leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()
         )
         return 0.0 * first.sum()  # this microbatch has no loss, but its backward pass needs a graph
+
+    def _own(self, index: int) -> Microbatch:
+        """Return a microbatch as the user's loader made it: without the tokens that a prompt adds before each row."""
+        given = self._given[index]
+        if not self._in_front:
+            return given
+        own = {name: given[name][:, self._in_front :] for name in _EXTENDED if name in given}
+        return given.like({**given, **own})
 
     def _read(self, found: Any) -> tuple[Tensor | None, Tensor | float]:
         """Check the result of ``loss_fn`` and return its sum (``None`` for a literal 0) and count."""

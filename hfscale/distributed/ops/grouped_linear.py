@@ -193,7 +193,9 @@ def frozen_linear(
     product with the result of ``read``; in a checkpointed layer, autograd then saves that result, so that the repeated
     forward pass and the backward pass share it.
     """
-    if by_values and is_checkpointed() and not torch.compiler.is_compiling():
+    # A bias that trains has a gradient in its own dtype.
+    trains = bias is not None and bias.requires_grad
+    if by_values and is_checkpointed() and not (trains or torch.compiler.is_compiling()):
         return F.linear(x, read(x.dtype), bias)
     return _FrozenLinear.apply(x, bias, product, read)
 

@@ -17,7 +17,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..._compat.peft import PREFIX, PROMPT, PROMPT_ENCODER, is_prefix
-from ..._compat.replaced import attribute_replaced
 from ..._compat.torch import own_modules
 from ..._compat.transformers.classes import class_name
 from ...distributed.mesh import Mesh
@@ -178,7 +177,9 @@ def _encoder_class(config: Any) -> Any:
 
 def tokens_in_front(plan: Plan, peft_model: Any) -> int:
     """Return how many prompt tokens the model inserts before each row; 0 for prefixes."""
-    return int(peft_model.active_peft_config.num_virtual_tokens) if prompt_of(plan) == PROMPT else 0
+    if prompt_of(plan) != PROMPT or not peft_model.has_active_enabled_adapter:
+        return 0
+    return int(peft_model.active_peft_config.num_virtual_tokens)
 
 
 def in_front(plan: Plan, peft_model: Any, batch: Batch) -> Batch:
@@ -282,17 +283,16 @@ def _prefix(runtime: Runtime, peft_model: Any) -> Callable[[dict[str, Any]], dic
     """Return a function that passes the prefix's keys and values, for this rank's heads, as ``past_key_values``."""
     plan = runtime.plan
     config = peft_model.active_peft_config
-    heads = int(config.num_attention_heads)
-    width = int(config.token_dim) // heads
     shared = max((block.replicas for block in plan.blocks), default=1)
     cut = Cut("tp", 0, plan.layout.tp, replicas=(shared,))
-    start, stop = cut.spans(heads, runtime.mesh.tp_rank)[0]
-    encoder = peft_model.prompt_encoder[peft_model.active_adapter]
-    encode = encoder.forward
 
-    def of_own_heads(tokens: Tensor) -> Tensor:
-        every = encode(tokens)
-        return every.unflatten(-1, (-1, heads, width))[..., start:stop, :].flatten(-3)
+    def of_own_heads(cache: Any) -> Any:
+        for layer in cache.layers:
+            if layer.keys is not None:  # PEFT skips layers that share the keys of others
+                start, stop = cut.spans(layer.keys.shape[1], runtime.mesh.tp_rank)[0]
+                layer.keys = layer.keys[:, start:stop]
+                layer.values = layer.values[:, start:stop]
+        return cache
 
     def behind(given: dict[str, Any]) -> dict[str, Any]:
         modules = runtime.model.modules()
@@ -301,12 +301,7 @@ def _prefix(runtime: Runtime, peft_model: Any) -> Callable[[dict[str, Any]], dic
                 "gradient checkpointing must be off with a prefix, because recomputation would add its keys twice: "
                 "leave it out"
             )
-        rows = len(given["input_ids"])
-        with ExitStack() as stack:
-            stack.enter_context(attribute_replaced(encoder, "forward", of_own_heads))
-            stack.enter_context(attribute_replaced(config, "num_attention_heads", stop - start))
-            stack.enter_context(attribute_replaced(config, "token_dim", (stop - start) * width))
-            given["past_key_values"] = peft_model.get_prompt(rows)
+        given["past_key_values"] = of_own_heads(peft_model.get_prompt(len(given["input_ids"])))
         if given.get("attention_mask") is not None:
             count = int(config.num_virtual_tokens)
             given["attention_mask"] = F.pad(given["attention_mask"], (count, 0), value=1)

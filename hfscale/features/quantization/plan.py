@@ -27,8 +27,9 @@ def holds_quantized(model: Planned) -> bool:
 
 
 def holds_4_bits(model: Planned) -> bool:
-    """Return whether weights are held in 4 bits."""
-    return model.plan.quantized is not None and model.plan.quantized.bits == 4
+    """Return whether weights are held in bitsandbytes' 4 bits."""
+    quantized = model.plan.quantized
+    return quantized is not None and quantized.bits == 4 and quantized.by_bitsandbytes
 
 
 def check_quantization(config: Any) -> None:

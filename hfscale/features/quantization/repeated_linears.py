@@ -49,6 +49,8 @@ def _forward(module: Any, x: Tensor) -> Tensor:
     is_set = module.compute_type_is_set
     if not (same and is_set and state.shape[-1] == x.shape[-1] and multiplies_values(x)):
         return _stock(module, x)
+    if module.bias is not None and module.bias.requires_grad:
+        return _stock(module, x)  # bitsandbytes sums the gradient of a bias in the bias's own dtype
     bias = None if module.bias is None else module.bias.to(computed_in)
     values = dequantized_stock(module, weight)
     return nn.functional.linear(x.to(computed_in), values, bias).to(x.dtype)

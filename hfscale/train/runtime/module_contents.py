@@ -34,6 +34,9 @@ class ModuleContents:
         self.modules: list[nn.Module] = []  # every module once
         self._parents: list[nn.Module] = []
         self._holders: list[nn.Module] = []
+        # modules whose children, or parameters, are only counted, since usually there are none
+        self._leaves: list[nn.Module] = []
+        self._bare: list[nn.Module] = []
         self._names: list[Any] = []
         self._held: list[Any] = []
 
@@ -50,6 +53,8 @@ class ModuleContents:
                 self.modules = list(self._model.modules())
                 self._parents = [module for module in self.modules if type(module) not in _LEAVES]
                 self._holders = [module for module in self.modules if type(module) not in _BARE]
+                self._leaves = [module for module in self.modules if type(module) in _LEAVES]
+                self._bare = [module for module in self.modules if type(module) in _BARE]
                 self._names, self._held = self._count_entries()
                 self._version += 1
         return self._version
@@ -72,4 +77,6 @@ class ModuleContents:
         own = list(filterfalse(_missing, chain.from_iterable(map(_values, parameters))))
         held = chain(chain.from_iterable(map(_values, children)), own, map(_type, own))
         dicts = children + parameters
-        return [*map(len, dicts), *chain.from_iterable(dicts)], list(held)
+        of_leaves, of_bare = own_contents(self._leaves, self._bare)
+        counts = map(len, chain(dicts, of_leaves, of_bare))
+        return [*counts, *chain.from_iterable(dicts)], list(held)

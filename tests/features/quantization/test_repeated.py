@@ -1,7 +1,9 @@
 """Weights in 4 bits are dequantized once for a recomputed pass and the backward pass behind it, to the same bits."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +18,8 @@ from hfscale._compat.bitsandbytes import multiplies_values
 from hfscale._compat.torch import operator_name
 from hfscale._compat.transformers.computing import enable_checkpointing
 from hfscale.features.quantization import repeated_linears, sharded_linears
+from hfscale.features.quantization.plan import holds_4_bits
+from hfscale.plan.quantized import QuantizedPlan
 from hfscale.testing import RankPool
 from hfscale.train.runtime import local_tensor, runtime_of
 
@@ -104,3 +108,31 @@ def test_layers_that_are_not_recomputed_keep_no_values(tmp_path: Path) -> None:
     path = save(wide("llama"), tmp_path)
     (_, count) = passes(path, {}, torch.float32, "none", True, False)
     assert count == 2 * WEIGHTS - OF_THE_FIRST
+
+
+def test_a_bias_that_trains_has_its_own_dtype(tmp_path: Path) -> None:
+    path = save(wide("llama", attention_bias=True, mlp_bias=True), tmp_path)
+    gradients = []
+    for how in ("none", "full"):
+        torch.manual_seed(0)
+        memory = MemoryConfig(recompute=how)
+        config = four_bits(bnb_4bit_compute_dtype=torch.float32)
+        model = load(path, {}, config, memory=memory, mixed_precision="bf16").train()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.is_floating_point() and name.endswith("bias"))
+        ids = tokens()
+        hfscale.train_step(model, {"input_ids": ids, "labels": ids})
+        gradients.append(
+            {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        )
+    plain, checkpointed = gradients
+    assert len(plain) == WEIGHTS
+    for name, gradient in plain.items():
+        assert gradient.dtype == torch.float32
+        assert torch.equal(checkpointed[name], gradient), name
+
+
+def test_weights_as_stored_need_no_bitsandbytes() -> None:
+    kept = QuantizedPlan(4, "mxfp4", False, ("a.weight",), stored=True, size=0.53)
+    for quantized, expected in ((kept, False), (replace(kept, size=0.0), True), (None, False)):
+        assert holds_4_bits(SimpleNamespace(plan=SimpleNamespace(quantized=quantized))) is expected

@@ -65,7 +65,15 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
         m.model.norm, "weight", nn.Parameter(torch.ones(32, dtype=torch.float64))
     ),
     "another loss": new_loss,
+    "a child of a projection": lambda m: m.model.layers[-1].mlp.up_proj.add_module(
+        "low_rank", nn.Linear(32, 2, dtype=torch.float64)
+    ),
+    "a parameter of a list": lambda m: m.model.layers.register_parameter(
+        "gate", nn.Parameter(torch.ones(1))
+    ),
 }
+IN_LEAVES = ("a child of a projection", "a parameter of a list")
+"""Changes after a first pass, which has looked at every module: later ones count what such modules usually lack."""
 
 CHANGED_BEFORE_A_SAVE = ("another head", "fewer layers", "another weight")
 
@@ -77,8 +85,10 @@ def refused(layout: dict[str, Any]) -> dict[str, list[str]]:
         model = built(layout)
         if name == "another weight" and not isinstance(model.model.norm, LlamaRMSNorm):
             continue  # the last norm is the other stage's
-        change(model)
         batch = {"input_ids": IDS, "labels": IDS}
+        if name in IN_LEAVES:
+            hfscale.eval_step(model, batch)
+        change(model)
         calls = [lambda: hfscale.train_step(model, batch), lambda: hfscale.eval_step(model, batch)]  # noqa: B023
         if "pp_size" not in layout:
             calls.append(lambda: model(**batch))  # noqa: B023
