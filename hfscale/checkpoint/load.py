@@ -124,7 +124,9 @@ class _Loader:
         return {**shown, **self._shown_one_by_one(remaining, targets)}
 
     def _opened(self, files: list[str], model: Any) -> dict[str, TensorOnDisk]:
-        """Open the files that transformers found, or else another trainer's, as plain values."""
+        """Open the files that transformers found, or another trainer's checkpoint (``self.source``); quantized weights
+        become lazy plain tensors.
+        """
         if self.source is None:
             self.directory = Path(files[0]).parent  # in the Hub's cache
         stored = open_tensors(files) if self.source is None else self.source.open(model)
@@ -137,7 +139,9 @@ class _Loader:
     def _shown_quantized(
         self, quantized: "dict[str, QuantizedOnDisk]", targets: dict[str, Destination]
     ) -> dict[str, Any]:
-        """Return, by key, what stands for weights that are stored in 4 bits, each read when transformers reaches it."""
+        """Register this rank's weights that are stored in 4 bits, to be read when transformers reaches them; return an
+        empty placeholder for each weight, by key.
+        """
         if self.quantizing is None:
             return {}
         here = [key for key in quantized if targets[key].name in self.quantizing.weights]
@@ -151,8 +155,8 @@ class _Loader:
     def _with_added_layers(
         self, model: Any, stored: dict[str, TensorOnDisk]
     ) -> dict[str, TensorOnDisk]:
-        """Add the layers to the model that only the planned model has; return the tensors by their names in these
-        layers.
+        """Add to ``model`` the layers that only the planned model (``self.like``) has. Return the stored tensors,
+        renamed to the names that they have in these layers.
         """
         added = added_layers(self.like)
         if added is None:
@@ -405,8 +409,8 @@ def load_pretrained(
 
 
 def _placed(plan: Plan, mesh: Mesh) -> dict[str, Any]:
-    """Return a ``device_map`` with this rank's device if transformers would otherwise load or quantize on another
-    device.
+    """Return a ``device_map`` with this rank's device; an empty dict if the device is the CPU and nothing is quantized,
+    because transformers then uses the CPU by default.
     """
     return (
         {"device_map": {"": mesh.device}}

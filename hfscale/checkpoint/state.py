@@ -196,7 +196,7 @@ def write_behind(taken: TakenState, target: Path, write: Callable[[], None]) -> 
     """Copy a taken state to CPU memory, and ``write`` it in a thread; collective."""
     with all_or_none(taken.mesh, f"{target} could not be written"):
         taken.held = on_host(taken.held)
-    if taken.mesh.control is not None:  # the thread's messages have a group of their own
+    if taken.mesh.control is not None:  # the thread communicates over a process group of its own
         taken.mesh = replace(taken.mesh, control=_group(dist.group.WORLD))
     save = _Save(str(target), write)
     try:

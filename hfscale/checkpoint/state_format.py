@@ -1,6 +1,6 @@
 """Define the format of a saved state: its index ``state.json``, and how any shard is read from the written shards.
 
-Tensors have the stock model's names and are described by their full shape and the cuts that they were written with. A
+Tensors have the stock model's names and are described by their full shape and by how they were sharded (``cuts``). A
 tensor's cuts and the arrangement of the ranks determine which ranks wrote its shards, and so which files contain them.
 Only the needed bytes are read: the boxes in which the written shards overlap the wanted shard.
 """

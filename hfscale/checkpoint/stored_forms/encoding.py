@@ -74,7 +74,9 @@ class QuantizedAgain:
         return result
 
     def made_of(self, key: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the tensors to write for one tensor of a plain checkpoint."""
+        """Return the tensors to write, by name, for the tensor ``key`` of a plain checkpoint: if the weight is stored
+        quantized, its values and scales, otherwise the tensor itself.
+        """
         if key not in self._weights:
             return {key: tensor.to(self._stored[key].dtype) if key in self._stored else tensor}
         weight = self._weights[key]
@@ -86,8 +88,8 @@ class QuantizedAgain:
 
 
 def quantized_again(model: nn.Module) -> QuantizedAgain:
-    """Return the form of a model's checkpoint; raise :class:`ConfigError` if it is not quantized, or not recorded on
-    the model.
+    """Return an object that quantizes tensors in the form of a model's checkpoint. Raise :class:`ConfigError` if the
+    checkpoint is not quantized, or if the model was not loaded from a checkpoint that still exists.
     """
     source = carried_by(model)
     form = form_in(source.directory) if source is not None and source.directory.is_dir() else None

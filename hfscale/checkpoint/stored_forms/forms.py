@@ -86,7 +86,7 @@ def _plain_codes(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
         for name in ("scales", "zeros")
         if name in found
     }
-    # The arithmetic of experts that transformers merges, which has another dtype than for a module's weight.
+    # transformers dequantizes experts that it merges in float32, but a module's weight in the scales' dtype.
     merged = arithmetic.blocks_in_float32 if values.dtype.is_floating_point else None
     return DequantizedOnDisk(values.shape, parts, arithmetic.in_type_of_scales, if_merged=merged)
 
@@ -281,11 +281,11 @@ def load_weights_as(
 
 
 def _matrices(tensor: TensorOnDisk, values: TensorOnDisk) -> TensorOnDisk:
-    """Return scales as a view with as many dims as the values: one number, one per matrix, or a grid."""
+    """Return scales (one number, one per row or matrix, or a grid) as a view with as many dims as the values."""
     missing = len(values.shape) - len(tensor.shape)
     if not missing:
         return tensor
-    # One scale per row, one in all, or one per matrix.
+    # Scales per row or per matrix get dims of size 1 at the end; other scales get these dims in front.
     shape = (
         (*tensor.shape, *(1,) * missing)
         if tensor.shape[:1] == values.shape[:1]
@@ -300,7 +300,9 @@ def _grid(
     shape: tuple[int, ...],
     block: tuple[int, int] | None = None,
 ) -> StoredPart:
-    """Return scales of blocks of size ``block`` if their number fits, otherwise of the size that divides the weight."""
+    """Return the scales with the size of their blocks in each dim: ``block`` if it gives the stored number of scales,
+    otherwise the weight's size divided by this number.
+    """
     along = []
     for dim, size, wanted in zip(
         (-2, -1),

@@ -118,7 +118,9 @@ def _names(pattern: str, name: str) -> bool:
 
 
 def _group(groups: list[dict[str, Any]], experts: bool) -> dict[str, Any]:
-    """Return the group of a compressed-tensors config that transformers applies to experts, or to other layers."""
+    """Return the entry of a compressed-tensors config that transformers applies to experts (if ``experts``), or
+    otherwise to all other layers.
+    """
 
     def of_experts(group: dict[str, Any]) -> bool:
         return any(target.startswith("re:") and "experts" in target for target in group["targets"])
@@ -131,11 +133,11 @@ def _group(groups: list[dict[str, Any]], experts: bool) -> dict[str, Any]:
 
 
 def split_stored_form(config: Any) -> tuple[Any, StoredForm | None]:
-    """Return a copy of the config without the description of its quantized weights, and their form; or the config
-    itself and ``None`` if hfscale does not dequantize them.
+    """Return a copy of the config without the description of quantized weights, and the form that was described.
 
-    For a model that transformers built from a GGUF file, the description stays in the config, although nothing is
-    quantized.
+    If nothing is described, or hfscale does not dequantize the form, return the config itself and ``None``. If
+    transformers built the model from a GGUF file, return the copy and ``None``: the config still describes quantized
+    weights, although nothing is quantized.
     """
     found = description(config)
     form = _form(found)

@@ -337,8 +337,8 @@ def _padded_rows(
     fill: int,
     after: int = 0,
 ) -> Tensor:
-    """Pad rows with ``fill`` to the longest row on any data rank; ``after`` more columns after the last unpadded one
-    count.
+    """Pad rows with ``fill`` to the length of the longest row on any data rank. A row that is already padded ends
+    ``after`` columns after its last column without padding.
     """
     width = rows.shape[1]
     if known is not None and known[1] < known[0] == len(rows):

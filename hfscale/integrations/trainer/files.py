@@ -91,7 +91,9 @@ class Checkpoints(TrainerHooks):
         return next((callback for callback in callbacks if isinstance(callback, StatesAside)), None)
 
     def kept_in_memory(self) -> AbstractContextManager[Path] | None:
-        """Return a context whose written files are saved by that callback; ``None`` if no such save is due."""
+        """Return a context that yields a directory, whose files the callback :attr:`states_aside` saves; ``None`` if
+        there is no such callback, or if no save is due.
+        """
         aside = self.states_aside
         return aside.kept(self) if aside is not None and aside.due else None
 

@@ -38,7 +38,7 @@ _TRAINS = object()
 
 @dataclass
 class Conversation:
-    """The model calls that one microbatch's loss makes, in order; exactly one, of the trained model, has gradients."""
+    """Record the model calls of one microbatch's loss, in order. Only the trained model's call has gradients."""
 
     call: dict[str, Any] = field(default_factory=dict)  # the arguments of the trained model's call
     # The results of the other models' calls, in order, with a marker at the place of the trained model's call.
@@ -69,7 +69,9 @@ class FusedHead:
         fused_lm_head: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Handle a call in place of the model."""
+        """Replace a call of the model: with ``fused_lm_head``, return token scores, or record the call for a pipelined
+        step; otherwise run the model.
+        """
         if not fused_lm_head:
             return call(*args, **kwargs)
         if self.conversation is not None:

@@ -99,7 +99,9 @@ def _stock_order(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[lis
 
 
 def _kinds(runtime: Runtime, optimizer: torch.optim.Optimizer) -> _Kinds | None:
-    """Return all ranks' kinds of states; ``None`` if some are neither scalars nor shaped like their parameter."""
+    """Return the kinds of optimizer states of all ranks' parameters, by name: a dtype for a state with the shape of its
+    parameter, and ``None`` for a scalar. Return ``None`` if any state has another shape.
+    """
     kinds: _Kinds = {}
     fits = True
     for planned, parameter in runtime.parameters():

@@ -43,7 +43,7 @@ class TrainerAccelerator(Accelerator):
         return bool(metrics(self._runtime.model).get("step_was_skipped", False))
 
     def adopt(self, model: nn.Module) -> None:
-        """Count the distinct batches of this model from now on, instead of an earlier model's."""
+        """Count the distinct batches of ``model`` from now on, not of a model that was prepared earlier."""
         self._runtime = None
         self._adopt(model)
 
