@@ -1,6 +1,6 @@
 """List the features and axes of a layout, with their plan functions and parts; assemble and take apart a model.
 
-No other file of this room names one.
+This is the only file of ``hfscale.api`` that lists them.
 """
 
 from collections.abc import Callable, Iterator

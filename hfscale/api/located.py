@@ -13,7 +13,7 @@ def located(path: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     directory, and the argument with which transformers loads the file. Raise :class:`CheckpointError` if the file is
     missing or damaged.
     """
-    # Who has a config beside weights is no file.
+    # A directory with a config.json is a whole checkpoint, not a single file.
     has_config = isinstance(path, str) and os.path.exists(
         os.path.join(path, kwargs.get("subfolder") or "", "config.json")
     )

@@ -60,8 +60,8 @@ class TakenState:
     beside: dict[str, bytes] = field(default_factory=dict)
 
     def add(self, key: str, tensor: StateTensor, home: int, share: Tensor) -> None:
-        """Add a tensor of pipeline stage ``home`` to the index. Keep ``share``, this rank's shard of the tensor, if this
-        rank writes the shard.
+        """Add a tensor of pipeline stage ``home`` to the index. Keep ``share``, this rank's shard of the tensor, if
+        this rank writes the shard.
         """
         tensor = self.index.tensors[key] = replace(tensor, home=home)
         if not tensor.own and tuple(share.shape) != (shape := tensor.local_shape(self.mesh.ranks)):

@@ -117,8 +117,8 @@ def compared(every: Sequence[Told]) -> tuple[float, list[float]]:
 
 
 def worked(waits: Iterable[Span], times: Sequence[float]) -> list[float]:
-    """Return how long a rank has worked from the first of ``times`` to each of them, without its ``waits`` (may
-    overlap).
+    """Return, for each of ``times``, the seconds that a rank has worked since the first of ``times``: the elapsed time
+    without the rank's ``waits``, which may overlap.
     """
     changes = [change for begin, end in waits for change in ((begin, 1), (end, -1))]
     seconds = list[float]()

@@ -169,7 +169,9 @@ class Structure:
         return None
 
     def _is_moved(self, old: nn.Module | None, new: nn.Module | None) -> bool:
-        """Return whether ``new`` has the children and parameters of ``old`` by name, and nothing installed was lost."""
+        """Return whether ``new`` has the children and the same parameters as ``old``, by name, and no module that
+        hfscale has changed was dropped.
+        """
         restore = self._runtime.restore
         if (
             old is None

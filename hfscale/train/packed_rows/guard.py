@@ -131,7 +131,10 @@ def _beyond_lengths(
     longest: int,
     given: list[Tensor],
 ) -> tuple[str, str]:
-    """Return the difference that occurs beyond one of the config's ``lengths``, and this length; may read positions."""
+    """Return a difference between packed and separate documents that occurs only in rows or documents longer than one
+    of the config's ``lengths``, and a text with this length; both are empty if there is no difference. May wait for the
+    device to read positions.
+    """
     for name, length in lengths.items():
         if longest <= length:
             continue
