@@ -173,8 +173,8 @@ def compile_layers(runtime: Runtime, asked: bool | str) -> None:
 
 
 def _backend(runtime: Runtime, name: str | bool) -> Any:
-    """Return the backend ``name``, which also recomputes elementwise operators if that is planned or adapters are
-    fused.
+    """Return the compiler backend ``name``, which also recomputes elementwise operators if the plan requests it or
+    adapters are fused.
     """
     from .._compat.torch_compiler import repeating_backend
     from ..features.adapters.fused_lora import FusedAdapters

@@ -163,9 +163,9 @@ def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
     outside the layer list, or has a style that hfscale does not translate.
 
     Transformers names a style for each module, for DTensor, but hfscale needs blocks, with collectives at their
-    inputs and outputs. The rules of one parent module make one block. A mixture-of-experts module
-    is one block together with its experts, shared experts and
-    router, because their outputs are summed before they leave the module. If transformers gathers values in the middle
+    inputs and outputs. The rules of one parent module make one block. A mixture-of-experts module is
+    one block together with its experts, shared experts and router, because their outputs are summed before they leave
+    the module. If transformers gathers values in the middle
     of a block (for a norm over the full width of a sharded projection), the block is replicated: each rank computes the
     right result, but the work is not divided.
     """

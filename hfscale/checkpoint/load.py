@@ -191,8 +191,8 @@ class _Loader:
     def _keep_stored(
         self, model: Any, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]
     ) -> None:
-        """Keep weights of the full ``model`` in their stored form, if the plan requests it, and restrict the plan's
-        list of quantized weights to them.
+        """If the plan requests it, keep weights of the full ``model`` quantized as they are stored, and restrict the
+        plan's list of quantized weights to these weights.
         """
         quantized = self.plan.quantized
         if quantized is None or not quantized.as_stored:
@@ -284,8 +284,8 @@ class _Loader:
     def _merged(
         self, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]
     ) -> dict[str, dict[str, Any]]:
-        """Map this rank's parameters that transformers merges from stored tensors to the slices that it has to
-        merge.
+        """Map each of this rank's parameters that transformers merges from stored tensors to the slices of these
+        tensors.
         """
         return {
             name: {name: self.rows[name]}

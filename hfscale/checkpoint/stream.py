@@ -308,8 +308,8 @@ def _full(
     weights: list[SavedTensor],
     chosen: Sequence[int],
 ) -> Iterator[tuple[SavedTensor, Tensor]]:
-    """Yield each of the ``weights``, merged from ``entries``: the full tensor on chosen ranks, an empty one
-    elsewhere.
+    """Yield each of the ``weights`` with adapters merged: a full tensor on chosen ranks, an empty tensor elsewhere.
+    ``entries`` contain the weights and the adapters' factors.
     """
     by_name = {entry.owned: entry for entry in entries}
     names = [entry.owned for entry in weights]

@@ -98,7 +98,7 @@ class TeacherWriter:
                 mesh.all_gather_object(None, failure)
 
     def _missing(self) -> list[int] | str:
-        """Return the shards that are missing, or raise if the directory must not be written."""
+        """Return the numbers of the missing shards, or a text with the reason why the directory cannot be written."""
         path = self._directory / _ABOUT
         try:
             digests = "".join(digest for batch in self._batches for _, digest, _ in _texts(batch))

@@ -49,7 +49,9 @@ _Step = Callable[..., _Result]
 def scored_step(
     trainer: Any, model: nn.Module, inputs: Batch, loss_only: bool, ignore_keys: Any, stock: _Step
 ) -> _Result:
-    """Run a step whose loss is the trainer's own mean over the labels of this rank's batch."""
+    """Run an evaluation step whose loss the trainer computes itself, as a mean over the labels of this rank's batch;
+    return the mean over the labels of all data ranks.
+    """
     known = trainer.accelerator.examples_of(inputs)
     counted = inputs if known is None else first_examples(inputs, known, drop=False)
     shifted = counted.get("shift_labels")
@@ -73,7 +75,9 @@ def counted_step(
     ignore_keys: Any,
     stock: _Step,
 ) -> _Result:
-    """Run a step whose loss is TRL's mean over rows or pairs; ``known[1]`` of the ``known[0]`` rows count."""
+    """Run an evaluation step whose loss is TRL's mean over rows or pairs. Of this rank's ``known[0]`` rows or pairs,
+    only the first ``known[1]`` count.
+    """
     accelerator = trainer.accelerator
     repeated = accelerator.gather(
         torch.tensor(
@@ -99,8 +103,8 @@ def unknown_step(
     ignore_keys: Any,
     stock: _Step,
 ) -> _Result:
-    """Run a step with an unknown loss: either a mean over rows, of which ``known[1]`` of ``known[0]`` count, or a sum
-    divided by the number of labels on all data ranks.
+    """Run an evaluation step with a loss of unknown kind: either a mean over rows, or a sum divided by the number of
+    labels on all data ranks. Of this rank's ``known[0]`` rows, only the first ``known[1]`` count.
     """
     accelerator = trainer.accelerator
     with evaluated_as_trained(trainer) as divided:

@@ -150,7 +150,7 @@ class Checkpoints(TrainerHooks):
         self._streams.read(checkpoint, _has_state(checkpoint), self._rows_of_step)
 
     def write_random_states(self, directory: Path) -> None:
-        """Write the RNG states that stock Trainer reads, and those at the beginning of the epoch."""
+        """Write the RNG states that stock Trainer reads, and the RNG states at the beginning of the epoch."""
         with all_or_none(self.runtime.mesh, f"{directory} could not be written"):
             self._streams.write(directory, self._rows_of_step)
 
@@ -237,7 +237,9 @@ def resumed_from(
 
 
 def problem_of(checkpoint: Path) -> str | None:
-    """Return a text that describes a checkpoint's defect, to follow its name; no large file is read."""
+    """Return a text that describes a checkpoint's defect and is printed after its name; ``None`` if no defect is found.
+    No large file is read.
+    """
     if (problem := _not_of_a_trainer(checkpoint)) is not None:
         return problem
     path = checkpoint / TRAINER_STATE_NAME

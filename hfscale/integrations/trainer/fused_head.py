@@ -106,7 +106,7 @@ class FusedHead:
         shifted = kwargs.get("shift_labels")
         wanted: Tensor = kwargs["labels"] if shifted is None else shifted
         if shifted is None:
-            # There are scores for a prompt's tokens too, which have no labels.
+            # If a prompt is prepended to the rows, its tokens have scores, but no labels.
             front = scores.log_probs.shape[1] - wanted.shape[1]
             wanted = nn.functional.pad(wanted, (front, 0), value=-100)[:, 1:]
         scored = {

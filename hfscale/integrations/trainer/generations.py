@@ -124,7 +124,7 @@ class LayoutEngine(EngineHooks):
         return next((rank for rank in _RANKS if rank >= config.r), 0)
 
     def adapter(self) -> str:
-        """Write the adapter into a directory of this process, and return it; collective."""
+        """Write the adapter into a directory of this process, and return the directory's path; collective."""
         adapters = runtime_of(self.model).adapters
         assert adapters is not None
         self._directory = self._directory or TemporaryDirectory()

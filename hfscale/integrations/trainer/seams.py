@@ -22,7 +22,7 @@ from .generations import engine_over_layout
 
 
 class Seams:
-    """Hold the replacements for one trainer, and the layout and options for models that the trainer creates itself."""
+    """Replace TRL's functions for one trainer; hold the layout and options for models that the trainer creates."""
 
     def __init__(self, layout: ParallelConfig | None, options: dict[str, Any]) -> None:
         self.layout = layout
@@ -50,7 +50,7 @@ class Seams:
         )
 
     def train(self, model: Any) -> None:
-        """Record the trained model, and the storage of its parameters."""
+        """Record the trained model, and the present storage of its trainable parameters for :meth:`follow_casts`."""
         self._policy = runtime_of(model)
         self._made_of = [
             (parameter, parameter.data)

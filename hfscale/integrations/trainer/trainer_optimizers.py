@@ -48,8 +48,8 @@ def left_to_host(name: str) -> bool:
 
 
 def named_optimizer(trainer: Any, model: nn.Module) -> Any:
-    """Return the optimizer of ``args.optim``, or ``None`` if the script chooses another optimizer, which Trainer
-    creates.
+    """Return the optimizer of ``args.optim``, or ``None`` if Trainer creates the optimizer: because the script chooses
+    another one, or because hfscale has no sharded version and there is one process.
     """
     args = trainer.args
     kind = type(trainer)

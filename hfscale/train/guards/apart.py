@@ -72,7 +72,9 @@ def refuse_alone(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]) -> No
 def _told_by_all(
     optimizer: torch.optim.Optimizer, trained: Sequence[Tensor], mesh: Mesh
 ) -> list[tuple[list[_Digest], list[_Digest]]] | None:
-    """Return each rank's digests of values and gradients; ``None`` if some rank does not step such an optimizer now."""
+    """Return each rank's digests of the parameters' values and gradients; ``None`` if some rank does not step an
+    optimizer with such parameters within a few seconds.
+    """
     kind = f"{type(optimizer).__name__} {[tuple(entry.shape) for entry in trained]}"
     _asked[kind] += 1
     store: Any = own_store(f"hfscale/alone/{kind}/{_asked[kind]}")

@@ -42,7 +42,7 @@ class Structure:
         self._said = set[str]()
 
     def _module_contents(self) -> tuple[_Held, _Held]:
-        """Return the children of every module, and its parameters (``None``: may be replaced)."""
+        """Return the children and the parameters of every module; ``None`` marks a parameter that may be replaced."""
         modules = list(self._runtime.model.modules())
         managed = {(place.module, place.name) for place in self._managed}
         parameters = [

@@ -89,7 +89,9 @@ def _refuse(
     longest: int,
     given: list[Tensor],
 ) -> None:
-    """Raise if the model mixes documents that ``kind`` separates, in rows of up to ``longest`` tokens."""
+    """Raise if the model mixes documents in rows of up to ``longest`` tokens, although they are separated by ``kind``:
+    ``"positions"`` or ``"mask"``.
+    """
     made = stock_class(model)
     flash = uses_flash_attention(model)
     masked = kind == "mask"
@@ -104,7 +106,7 @@ def _refuse(
 
     why = found()
     where = ""
-    # RoBERTa counts positions in this way.
+    # RoBERTa's positions begin above 0, so try again from the first position of the batch.
     if why and given and (first := min(int(positions.min()) for positions in given)) > 0:
         start = first
         why = found()

@@ -122,7 +122,7 @@ def full_tensors(
 
 
 def shares(runtime: Runtime) -> Callable[[SavedTensor], Tensor | None]:
-    """Return the function that returns this rank's shard of an entry, if it holds one."""
+    """Return a function that maps an entry to this rank's shard of it, or to ``None`` if this rank has no shard."""
     here = {planned.name: parameter for planned, parameter in runtime.parameters()}
     buffers = _buffers(runtime)
 

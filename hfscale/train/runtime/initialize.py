@@ -91,7 +91,7 @@ def _untouched(tensor: Tensor) -> Tensor:
 
 
 class _Constructors:
-    """Fill entries that ``_init_weights`` does not write with first values from modules' constructors."""
+    """Fill entries that ``_init_weights`` does not write with the values that modules' constructors set."""
 
     def __init__(self, template: Any, seed: int) -> None:
         self._template = template

@@ -219,8 +219,8 @@ class DataAxes:
         """
 
     def as_shards(self) -> AbstractContextManager[None]:
-        """Release gathered parameters for a ``with`` block that writes into shards, and gather the same ones again
-        afterwards.
+        """Release gathered parameters for a ``with`` block that writes into shards, and gather the same parameters
+        again afterwards.
         """
         return nullcontext()
 
@@ -326,7 +326,7 @@ class Runtime:
     parts: tuple[Part, ...]  # the features of the layout, in the order of installation
     # Runs the steps: a loop by default; pipeline stages install their own executor.
     executor: Executor = field(init=False)
-    # the work of the data, context and tensor axes in a step; nothing if an axis has one rank
+    # the operations of the data, context and tensor axes in a step; they do nothing if the axis has one rank
     data: DataAxes = field(default_factory=DataAxes)
     context: ContextAxis = field(default_factory=ContextAxis)
     sequence: SequenceAxis = field(default_factory=SequenceAxis)
