@@ -66,7 +66,7 @@ since all problems are reported at once. Where the layout does not ask for the f
 
 
 def plan_parts() -> tuple[Callable[[Draft], None], ...]:
-    """Return the planning functions of this package, then those of extensions."""
+    """Return the planning functions of this package, followed by the planning functions of extensions."""
     return (*PLAN_PARTS, *all_provided("plan_parts"))
 
 
@@ -75,7 +75,7 @@ def _always(model: Planned) -> bool:
 
 
 def _has_adapters(model: Planned) -> bool:
-    """Return whether there are adapters, in the plan or added by PEFT in one process."""
+    """Return whether the model has adapters: in the plan, or added by PEFT's own functions in one process."""
     return bool(model.plan.adapters) or wrapped_by_peft(model.model)
 
 

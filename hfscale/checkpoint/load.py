@@ -369,7 +369,7 @@ def load_pretrained(
     Args:
         like: a model of the same class and config, in any layout.
         resized: parameters that may have another number of rows in the checkpoint.
-        form: the form of quantized weights in the checkpoint that are dequantized when they are loaded.
+        form: the quantization format of weights in the checkpoint that are dequantized when they are loaded.
     """
     directory = Path(path, kwargs.get("subfolder") or "")
     for index in (*directory.glob("*.safetensors.index*.json"), directory / TORCH_INDEX):

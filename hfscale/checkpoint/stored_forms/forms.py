@@ -1,4 +1,4 @@
-"""The forms in which checkpoints store quantized weights: a table, with one entry per form.
+"""Define the quantization formats of checkpoints (*forms*) in a table with one entry per format.
 
 ======================  ===========================================================  ==================================
 form                    tensors of ``NAME.weight``                                   who writes it
@@ -33,7 +33,7 @@ Found = Mapping[str, TensorOnDisk]  # the stored tensors of one weight, by their
 
 @dataclass(frozen=True)
 class Form:
-    """Describe one form of stored quantized weights."""
+    """Describe one quantization format: the names of a weight's tensors, and how they are dequantized."""
 
     scales: str  # suffix of the names of scales, by which quantized weights are found
     values: str  # suffix of the name of the values, which replaces the suffix of the scales
@@ -210,8 +210,8 @@ _CODES = {torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch
 def as_plain(
     stored: Mapping[str, TensorOnDisk], described: StoredForm | None
 ) -> dict[str, TensorOnDisk]:
-    """Replace stored tensors that are quantized as ``described`` by lazy plain tensors; raise if they do not fit
-    together.
+    """Replace stored tensors in the quantization format ``described`` by lazy plain tensors; raise if a weight's
+    tensors do not fit together.
     """
     return dict(stored) if described is None else _dequantized(stored, described)
 

@@ -40,7 +40,7 @@ from .trainer_batches import (
 )
 
 _MOST_ADDED = 64
-# Loss, predictions and labels of a step, in the form of Trainer's own step.
+# Loss, predictions and labels of a step, as Trainer's own step returns them.
 _Result = tuple[Tensor | None, Any, Any]
 _Step = Callable[..., _Result]
 """Trainer's own step: ``(model, inputs, whether to return only the loss, keys to omit)``."""
