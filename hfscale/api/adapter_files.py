@@ -1,4 +1,4 @@
-"""Merge a saved adapter into a saved checkpoint, or rewrite it for engines: file to file, in one process.
+"""Merge a saved adapter into a checkpoint, or rewrite an adapter for engines: file to file, in one process.
 
 Tensors without adapters are copied as stored. For weights with adapters, PEFT's own merge runs on the full weight and
 factors, one module in memory at a time (:mod:`..features.adapters.merge_adapters`). Transformers converts these weights

@@ -58,7 +58,7 @@ class _Save(threading.Thread):
 
     @saving()
     def run(self) -> None:
-        """Save; keep an error for :func:`wait_for_saves`, and print it in case that function is never called."""
+        """Save. Keep an error for :func:`wait_for_saves`, and also print it, because nobody may call that function."""
         try:
             self.work()
         except (

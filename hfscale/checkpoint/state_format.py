@@ -230,8 +230,8 @@ class StateReader:
         )
 
     def read(self, key: str, wanted: StateTensor, ranks: dict[str, int]) -> Tensor:
-        """Return a copy of a tensor's shard at ``ranks``, on the CPU; ``wanted`` describes how the new layout shards
-        it.
+        """Return a copy of a tensor's shard at ``ranks``, on the CPU; ``wanted`` describes how the new layout
+        shards the tensor.
         """
         self.check(key, wanted)
         written = self.index.tensors[key]

@@ -81,7 +81,7 @@ class RankState:
     # A text with the call and the group in which the rank waits; empty if the rank waits for no other rank.
     waits: str = ""
     place: str = ""  # the innermost line of the user's code
-    inside: str = ""  # the innermost line of hfscale's code, if it is in some
+    inside: str = ""  # the innermost line of hfscale's code, if this code runs
 
 
 class _Watchdog(threading.Thread):

@@ -86,7 +86,7 @@ class Checkpoints(TrainerHooks):
 
     @property
     def states_aside(self) -> StatesAside | None:
-        """Return the callback that keeps states elsewhere than on the disk, if there is one."""
+        """Return the trainer's callback that keeps states elsewhere than on the disk; ``None`` if there is none."""
         callbacks = self.callback_handler.callbacks
         return next((callback for callback in callbacks if isinstance(callback, StatesAside)), None)
 
@@ -374,8 +374,8 @@ def _put_in_place(source: Path, target: Path) -> None:
 
 
 def _finish_replacing(output: Path) -> None:
-    """Remove replaced checkpoints, and move foreign files in them to the new ones; if there is no new one, restore the
-    old.
+    """Remove replaced checkpoints, after other programs' files in them were moved to the new checkpoints. If a new
+    checkpoint is missing, restore the replaced one.
     """
     replaced = output / _REPLACED
     if replaced.is_symlink() or not replaced.is_dir():

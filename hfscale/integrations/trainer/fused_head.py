@@ -49,7 +49,7 @@ class Conversation:
 
 
 class FusedHead:
-    """Intercept the calls of one model with a fused head; ``outputs`` are the requested scores."""
+    """Intercept the calls of one model that request token scores; ``outputs`` names the requested scores."""
 
     def __init__(
         self, model: nn.Module, temperature: float, outputs: tuple[str, ...], trains: bool

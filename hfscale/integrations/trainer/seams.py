@@ -170,7 +170,7 @@ def reference_of(policy: Runtime) -> dict[str, Any]:
 
 
 def _synchronized(stock: Any, **kwargs: Any) -> Any:
-    """Wrap TRL's callback that mixes a model into its reference, so that gathered weights are resharded first."""
+    """Wrap TRL's callback that updates a reference from the trained model, so that it updates shards."""
     callback = stock(**kwargs)
     mix = callback.sync_target_model
 

@@ -76,7 +76,7 @@ def balanced(loader: Any, runtime: Runtime) -> Any:
 
 
 class Marked(dict[str, Any]):
-    """Hold a batch and the numbers of its examples."""
+    """Hold a batch, the number of its examples, and how many of these examples count."""
 
     # the number of tokens of each example, if all are packed into one row; positions do not show it, because an example
     # may consist of several texts

@@ -93,8 +93,8 @@ def _as_trainer_steps_embeddings(arguments: Any) -> dict[str, Any]:
 
 
 def heard_options(arguments: Any) -> dict[str, Any]:
-    """Return the ``optim_args`` that ``transformers.Trainer`` uses, and warn of ignored ones, so that results stay
-    equal.
+    """Return those ``optim_args`` that ``transformers.Trainer`` uses. Warn of options that Trainer ignores: hfscale
+    ignores these, too, so that results stay equal.
     """
     given = parse_arguments(arguments.optim_args)
     unheard = _unheard_options(arguments, given)

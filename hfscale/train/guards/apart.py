@@ -45,8 +45,9 @@ def watch_for_others(runtime: Runtime) -> None:
 def refuse_beside(
     optimizer: torch.optim.Optimizer, beside: Sequence[Tensor], mesh: Mesh, layout: str
 ) -> None:
-    """Raise :class:`ConfigError` if ranks have different gradients for the parameters ``beside`` a model's in one
-    optimizer; collective. Gradients that DDP or a script has summed over ranks are accepted.
+    """Raise :class:`ConfigError` if ranks have different gradients for ``beside``, the parameters outside of the model
+    that an optimizer holds together with the model's; collective. Gradients that DDP or a script has summed over ranks
+    are accepted.
     """
     every = mesh.all_gather_object([_digest(parameter.grad) for parameter in beside])
     _refuse(optimizer, beside, every, layout)

@@ -218,7 +218,9 @@ def as_built(runtime: Runtime) -> AbstractContextManager[None]:
 
 
 def _saves_all_of_it(model: Any, save: Callable[..., None]) -> Callable[..., None]:
-    """Return a ``model.save_pretrained`` for stock loops, which call it with Accelerate's arguments on every rank."""
+    """Return a method that replaces ``model.save_pretrained`` and writes the full model by ``save``. Stock loops call
+    the method on every rank, with Accelerate's arguments.
+    """
 
     def save_pretrained(
         save_directory: Any,

@@ -214,7 +214,7 @@ def refuse_other_optimizers(runtime: Runtime) -> None:
 
 
 def leave_to_outer(optimizer: torch.optim.Optimizer) -> None:
-    """Skip the checks for an inner optimizer over stand-ins, because the outer optimizer that steps it is checked."""
+    """Skip the checks for an inner optimizer that steps tensors of an outer one, because the outer one is checked."""
     _inner.add(optimizer)
 
 

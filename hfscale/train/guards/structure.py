@@ -200,7 +200,9 @@ class Structure:
         )
 
     def _warn_beside(self, module: nn.Module, name: str) -> None:
-        """Add a hook next to a user's hook; it warns once, for all layers, if the module has sharded activations."""
+        """Add a hook next to a user's hook. The added hook warns if the module has sharded activations, once for all
+        layers.
+        """
 
         def look(*_: Any) -> None:
             seen = self._runtime.local_view(name)

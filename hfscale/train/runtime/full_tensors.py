@@ -24,7 +24,7 @@ from .writing import Attempt, plainly
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Describe one tensor to save and the pipeline rank that has it; the same on every rank."""
+    """Describe one tensor to save and the pipeline stage that holds the tensor; the same on every rank."""
 
     name: str
     shape: torch.Size

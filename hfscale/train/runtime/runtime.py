@@ -286,7 +286,7 @@ class AdapterAxis(Protocol):
         ...
 
     def in_front(self, runtime: "Runtime", batch: Batch) -> Batch:
-        """Return a batch with the tokens of a prompt in front of its rows, if the model has one."""
+        """Return a batch with the tokens of a prompt in front of its rows, if the adapter is a prompt."""
         ...
 
     def tokens_in_front(self, runtime: "Runtime") -> int:
