@@ -102,7 +102,7 @@ class _Merged:
                 )
 
     def resized(self) -> dict[str, tuple[int, ...]]:
-        """Return the new shapes of tensors whose number of tokens differs from the adapter's, by key."""
+        """Return the new shapes, by key, of the base's tensors whose number of tokens differs from the adapter's."""
         if self.adapted.tokens is None:
             return {}
         contents = self.adapted.model.state_dict()

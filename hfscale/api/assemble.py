@@ -200,7 +200,7 @@ def _modules_to_compile(runtime: Runtime) -> Iterator[nn.Module]:
 
 
 def take_apart(runtime: Runtime) -> LocalWeights:
-    """Undo :func:`assemble`: leave the model on the meta device, and return this rank's shards in its memory."""
+    """Undo :func:`assemble`: leave the model on the meta device, and return this rank's shards without copying them."""
     compile_layers(runtime, False)
     held = {planned.name: parameter for planned, parameter in runtime.parameters()}
     shares = LocalWeights(

@@ -43,7 +43,7 @@ _Roles = dict[str, dict[str, Any]]
 
 
 def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
-    """Find the blueprint of a model on any device (even meta); if no entry exists, infer one in a second or two."""
+    """Find the blueprint of a model on any device (even meta); if no entry exists, derive one in a second or two."""
     config = model.config
     if config.model_type in FAMILIES:
         written = FAMILIES[config.model_type]
