@@ -221,7 +221,7 @@ def merge_and_unload(
     try:
         stock, tensors = merge_local_weights(adapters, runtime, tensors, names)
     except CheckpointError:
-        # On every rank; over quantized weights, stock modules already hold rounded values here.
+        # Every rank is here. Quantized weights are not undone: stock modules already hold rounded values.
         if quantized is None:
             again = assemble(
                 runtime.model, runtime.plan, runtime.mesh, runtime.options, shares, adapters

@@ -134,8 +134,8 @@ class AdaptedBase:
             )
 
     def _refuse_strange(self) -> None:
-        """Raise :class:`CheckpointError` for keys of no known weight; PEFT writes a trained embedding under two
-        keys.
+        """Raise :class:`CheckpointError` for keys that belong to no known weight. A second key with equal values is
+        accepted, because PEFT writes a trained embedding under two keys.
         """
         known = set(self.keys.values()) | self._fixed
         strange = [key for key in self.trained if key not in known]

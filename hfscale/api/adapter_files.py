@@ -1,4 +1,4 @@
-"""Merge a saved adapter into a saved checkpoint, or rewrite it for engines: file to file, in one process.
+"""Merge a saved adapter into a checkpoint, or rewrite an adapter for engines: file to file, in one process.
 
 Tensors without adapters are copied as stored. For weights with adapters, PEFT's own merge runs on the full weight and
 factors, one module in memory at a time (:mod:`..features.adapters.merge_adapters`). Transformers converts these weights
@@ -102,7 +102,7 @@ class _Merged:
                 )
 
     def resized(self) -> dict[str, tuple[int, ...]]:
-        """Return the new shapes of tensors whose number of tokens differs from the adapter's, by key."""
+        """Return the new shapes, by key, of the base's tensors whose number of tokens differs from the adapter's."""
         if self.adapted.tokens is None:
             return {}
         contents = self.adapted.model.state_dict()
@@ -380,7 +380,9 @@ def _pieces(
     parameter: str,
     like: Tensor,
 ) -> dict[str, tuple[int, Tensor]]:
-    """Return the expert and its rows in the stacked ``like [experts, out, in]``, for each module in the checkpoint."""
+    """Return, for each of the checkpoint's modules that together form the stacked ``like [experts, out, in]``: the
+    module's expert, and the module's rows in this expert.
+    """
     rows = torch.arange(like.shape[0] * like.shape[1]).view(*like.shape[:2], 1).expand(like.shape)
     pieces: dict[str, tuple[int, Tensor]] = {}
     for key, piece in as_stored.made_of(parameter, rows).items():
@@ -404,7 +406,9 @@ def _pieces(
 def _per_expert(
     a: Tensor, b: Tensor, experts: int, pieces: dict[str, tuple[int, Tensor]]
 ) -> dict[str, Tensor]:
-    """Return the factors of each module in the checkpoint, by the keys of an adapter's file."""
+    """Return the factors of each expert's modules, split from the stacked factors ``a`` and ``b``, by the keys of an
+    adapter's file.
+    """
     by_expert = b.view(len(b), -1, experts)
     factors = dict[str, Tensor]()
     for module, (expert, rows) in pieces.items():

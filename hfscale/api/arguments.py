@@ -32,7 +32,7 @@ _EXCLUSIVE = (
 )
 # Arguments that choose the files of a config, but do not change the config's values.
 _CODE = ("trust_remote_code", "code_revision")
-# Fields of a config -> the largest that any model could have.
+# Field of a config -> the largest value that is accepted; no real model has more.
 _SIZES = {
     "num_hidden_layers": 10**4,
     "num_attention_heads": 10**5,
@@ -248,14 +248,14 @@ def refuse_unknown(
 
 
 def code_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that choose which of a model's code to run."""
+    """Return the arguments for a model's own code: whether the code may run, and its revision."""
     return {key: kwargs[key] for key in _CODE if key in kwargs}
 
 
 def known_dtype(kwargs: Mapping[str, Any]) -> Any:
-    """Return the requested type of weights, or ``None`` if the checkpoint decides."""
+    """Return the requested dtype of the weights, or ``None`` if the checkpoint decides."""
     dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
-    # Transformers takes one per submodel.
+    # transformers also accepts a dict with one dtype per submodel.
     for asked in dtype.values() if isinstance(dtype, dict) else [dtype]:
         if asked is None or asked == "auto":
             continue

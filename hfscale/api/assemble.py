@@ -1,6 +1,6 @@
 """List the features and axes of a layout, with their plan functions and parts; assemble and take apart a model.
 
-No other file of this room names one.
+This is the only file of ``hfscale.api`` that lists them.
 """
 
 from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ since all problems are reported at once. Where the layout does not ask for the f
 
 
 def plan_parts() -> tuple[Callable[[Draft], None], ...]:
-    """Return the planning functions of this package, then those of extensions."""
+    """Return the planning functions of this package, followed by the planning functions of extensions."""
     return (*PLAN_PARTS, *all_provided("plan_parts"))
 
 
@@ -75,7 +75,7 @@ def _always(model: Planned) -> bool:
 
 
 def _has_adapters(model: Planned) -> bool:
-    """Return whether there are adapters, in the plan or added by PEFT in one process."""
+    """Return whether the model has adapters: in the plan, or added by PEFT's own functions in one process."""
     return bool(model.plan.adapters) or wrapped_by_peft(model.model)
 
 
@@ -173,8 +173,8 @@ def compile_layers(runtime: Runtime, asked: bool | str) -> None:
 
 
 def _backend(runtime: Runtime, name: str | bool) -> Any:
-    """Return the backend ``name``, which also recomputes elementwise operators if that is planned or adapters are
-    fused.
+    """Return the compiler backend ``name``, which also recomputes elementwise operators if the plan requests it or
+    adapters are fused.
     """
     from .._compat.torch_compiler import repeating_backend
     from ..features.adapters.fused_lora import FusedAdapters
@@ -200,7 +200,7 @@ def _modules_to_compile(runtime: Runtime) -> Iterator[nn.Module]:
 
 
 def take_apart(runtime: Runtime) -> LocalWeights:
-    """Undo :func:`assemble`: leave the model on the meta device, and return this rank's shards in its memory."""
+    """Undo :func:`assemble`: leave the model on the meta device, and return this rank's shards without copying them."""
     compile_layers(runtime, False)
     held = {planned.name: parameter for planned, parameter in runtime.parameters()}
     shares = LocalWeights(

@@ -34,7 +34,7 @@ from .assemble import assemble
 from .located import located, reachable
 from .sources import Adapted, FromCheckpoint, FromSeed, InMemory, Outline, Source
 
-Adapter = tuple[Any, str | None]  # a PEFT config, and the path of a saved adapter, if it is one
+Adapter = tuple[Any, str | None]  # a PEFT config, and the saved adapter's path, if any
 
 
 def build(

@@ -43,7 +43,7 @@ _Roles = dict[str, dict[str, Any]]
 
 
 def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
-    """Find the blueprint of a model on any device (even meta); if no entry exists, infer one in a second or two."""
+    """Find the blueprint of a model on any device (even meta); if no entry exists, derive one in a second or two."""
     config = model.config
     if config.model_type in FAMILIES:
         written = FAMILIES[config.model_type]
@@ -100,7 +100,9 @@ def _that_holds(model: Any, written: Blueprint) -> Blueprint:
 
 
 def infer(model: Any) -> Inference:
-    """Infer a blueprint and prove it on a clone; raise :class:`PlanError` if no blueprint passes the proof."""
+    """Derive a blueprint from the model, and prove it on a tiny clone; raise :class:`PlanError` if no blueprint passes
+    the proof.
+    """
     facts = ask("blueprint", model)
     if "refused" in facts:
         raise PlanError(facts["refused"])
@@ -108,8 +110,9 @@ def infer(model: Any) -> Inference:
 
 
 def _completed(model: Any, translated: Blueprint) -> Blueprint:
-    """Add omitted modules (query and key norms) to transformers' TP plan, if a clone proves the result; or infer
-    one.
+    """Add modules that transformers' TP plan omits (query and key norms) to the ``translated`` blueprint. Return the
+    result if it is proved on a tiny clone of the model. Otherwise return an inferred blueprint, or ``translated`` if
+    none can be inferred.
     """
     sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
     draft = Draft(model, ParallelConfig(**{**sizes, "tp_size": 2}, sequence_parallel=False))
@@ -132,8 +135,8 @@ def _completed(model: Any, translated: Blueprint) -> Blueprint:
 
 
 def _with_roles(draft: Draft, block: str, role: Block) -> Block:
-    """Add a block's modules that have no role yet: norms as wide as a sharded projection are computed across ranks, and
-    all other modules are replicated.
+    """Add roles for a block's modules that have none yet: norms as wide as a sharded projection are computed across
+    ranks, and all other modules are replicated.
     """
     inside = (
         name.removeprefix(f"{block}.") for name in draft.roleless if name.startswith(f"{block}.")
@@ -159,9 +162,10 @@ def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
     """Translate ``{"layers.*.self_attn.q_proj": "colwise", ...}`` to a blueprint. Raise :class:`PlanError` if a rule is
     outside the layer list, or has a style that hfscale does not translate.
 
-    Transformers names a style for each module, for DTensor, but hfscale needs blocks with edges. The rules of one
-    parent module make one block. A mixture-of-experts module is one block together with its experts, shared experts and
-    router, because their outputs are summed before they leave the module. If transformers gathers values in the middle
+    Transformers names a style for each module, for DTensor, but hfscale needs blocks, with collectives at their
+    inputs and outputs. The rules of one parent module make one block. A mixture-of-experts module is
+    one block together with its experts, shared experts and router, because their outputs are summed before they leave
+    the module. If transformers gathers values in the middle
     of a block (for a norm over the full width of a sharded projection), the block is replicated: each rank computes the
     right result, but the work is not divided.
     """
@@ -220,7 +224,9 @@ def _rules_of_layers(host_plan: dict[str, str]) -> tuple[list[_Rule], list[str]]
 def _roles(
     rules: Sequence[_Rule], experts: tuple[str, ...]
 ) -> tuple[dict[str, _Roles], tuple[str, ...], list[_Rule]]:
-    """Return the roles by block, the blocks whose roleless modules stay uncut, and the rules with unknown styles."""
+    """Return the modules' roles by block, the blocks in which modules without a role are replicated, and the rules with
+    unknown styles.
+    """
     mixtures = tuple(path.rpartition(".")[0] for path in experts)
     inside_experts = tuple(f"{path}." for path in experts)
     roles: dict[str, _Roles] = defaultdict(lambda: defaultdict(dict))

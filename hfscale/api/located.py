@@ -13,7 +13,7 @@ def located(path: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     directory, and the argument with which transformers loads the file. Raise :class:`CheckpointError` if the file is
     missing or damaged.
     """
-    # Who has a config beside weights is no file.
+    # A directory with a config.json is a whole checkpoint, not a single file.
     has_config = isinstance(path, str) and os.path.exists(
         os.path.join(path, kwargs.get("subfolder") or "", "config.json")
     )
@@ -24,7 +24,7 @@ def located(path: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def reachable(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``kwargs``, with ``local_files_only`` if the Hub cannot be reached: transformers would wait for it."""
+    """Return ``kwargs``, with ``local_files_only`` if the Hub cannot be reached, so that transformers does not wait."""
     if os.path.exists(path) or "local_files_only" in kwargs:
         return dict(kwargs)
     from .._compat.hub import hub_is_away

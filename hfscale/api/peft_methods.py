@@ -33,7 +33,7 @@ def put_methods(
         """Merge like PEFT's own method, but always check merged weights (``safe_merge``)."""
         return merge(model, dtype=dtype, adapter_names=asked.get("adapter_names"))
 
-    # A prompt's base is the stock model.
+    # If the adapter is a prompt, ``base_model`` is the stock model itself, whose methods stay.
     for part in dict.fromkeys((peft_model, peft_model.base_model)):
         if part is model:
             continue

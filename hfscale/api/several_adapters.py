@@ -24,7 +24,7 @@ Change = Callable[[LocalWeights], tuple[Adapters, Plan]]
 
 
 def replaced_by(runtime: Runtime, by: str) -> Replaced:
-    """Hold the model's parameters while ``by``, a call of hfscale's, replaces them."""
+    """Return an object that references the model's parameters while ``by``, an hfscale function, replaces them."""
     return Replaced([(planned.name, parameter) for planned, parameter in runtime.parameters()], by)
 
 

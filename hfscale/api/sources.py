@@ -60,10 +60,10 @@ class Outline:
     config: PreTrainedConfig  # of the stock model
     auto_class: Any  # the Auto class, or model class, that builds it
     kwargs: dict[str, Any]  # further arguments of that class
-    # The quantization config, for loading or of the checkpoint, or "as_stored".
+    # The quantization config, which is the user's or the checkpoint's, or "as_stored".
     quantization: Any = None
     stored: bool = False  # whether the checkpoint's quantized weights stay quantized
-    # The form of quantized weights in the checkpoint that are dequantized when they are loaded.
+    # The quantization format of weights in the checkpoint that are dequantized when they are loaded.
     form: StoredForm | None = None
     added: Collection[AddedLayers] = ()  # layers in addition to the stock model's layers
 
@@ -84,8 +84,8 @@ class Outline:
         return model
 
     def resized(self, tokens: int | None) -> tuple["Outline", frozenset[str]]:
-        """Return the outline, with ``tokens`` tokens unless ``None``, and the names of parameters with a row per
-        token.
+        """Return an outline whose vocabulary has ``tokens`` tokens, and the names of its parameters with a row per
+        token; for ``None``, return this outline and no names.
         """
         if tokens is None:
             return self, frozenset()
@@ -163,8 +163,8 @@ class FromCheckpoint(FromSeed):
     name: str = ""  # the model's origin in saved files, if not the path
 
     def call(self, name: str) -> None:
-        """Set the model's ``name_or_path`` to ``name``, like stock code sets it for a model that was loaded from
-        there.
+        """Set the model's ``name_or_path`` to ``name``, as stock code does for a model that was loaded from
+        ``name``.
         """
         self.name = name
         self._name(self.outline.config, self.outline.model)

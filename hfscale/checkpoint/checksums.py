@@ -113,8 +113,8 @@ def _places(spans: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
 
 
 def _held(runtime: Runtime) -> dict[str, tuple[torch.dtype, Any, Sums]]:
-    """Return dtype, this rank's replica number and checksums of each expert parameter, by the experts' indices in token
-    dispatch.
+    """Return, for each expert parameter on this rank: the dtype, the coordinates of this rank's replica, and a checksum
+    of this rank's shard of each expert, by the expert's index in token dispatch.
     """
     result: dict[str, tuple[torch.dtype, Any, Sums]] = {}
     group = runtime.mesh.group("ep")
@@ -139,7 +139,7 @@ def _stored(
     directory: Path,
     types: dict[str, torch.dtype],
 ) -> dict[str, Sums]:
-    """Return the checksums of the checkpoint's experts, for the parameters that this rank has to read."""
+    """Return the checksums of the checkpoint's experts, for this rank's parameters: ranks divide the reading."""
     by_name = runtime.plan.by_name
     finish_move(directory)
     stored = as_plain(open_weights(directory), form_in(directory))

@@ -96,7 +96,9 @@ def _write_adapters(directory: Path, reader: StateReader, target: Path) -> None:
 
 
 def _tell_of_others(directory: Path, index: StateIndex) -> None:
-    """Warn of adapters' tensors that the state's list of files does not name: older versions listed only one."""
+    """Warn of adapters' tensors that the state's index assigns to no file, so that they are not written: older versions
+    listed only the active adapter.
+    """
     listed = set(index.stored.values())
     others = [
         key

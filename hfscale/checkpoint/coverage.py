@@ -20,7 +20,8 @@ def check_coverage(
     plan: Plan, keys: Sequence[str], found: Collection[str], directory: str, *, tells: bool
 ) -> None:
     """Raise :class:`CheckpointError` if none of the stored ``keys`` is a parameter of the model, and warn (if
-    ``tells``) if the checkpoint lacks most of the model's values; ``found`` are the model's names of the stored keys.
+    ``tells``) if the checkpoint lacks most of the model's values; ``found`` are the names in the model to which
+    these keys are loaded.
 
     transformers reports missing tensors only in its log, which scripts often switch off, and continues with random
     weights.
@@ -47,7 +48,9 @@ def check_coverage(
 
 @dataclass(frozen=True)
 class Carried:
-    """Name a checkpoint's ``directory`` and, without quantization, the tensors in it that the model does not load."""
+    """Hold a checkpoint's ``directory``, and the names (as in a dequantized checkpoint) of the tensors in it that the
+    model does not load.
+    """
 
     directory: Path
     names: frozenset[str]

@@ -23,9 +23,7 @@ from ..plan import ParameterPlan
 from ..train.runtime import Runtime, like_sharded, runtime_of
 from ..train.runtime.writing import all_or_none
 
-SHARDED = (
-    "optimizer_0"  # of FSDP2, a distributed checkpoint of torch's, beside pytorch_model_fsdp_0
-)
+SHARDED = "optimizer_0"  # a torch distributed checkpoint, written under FSDP2 next to pytorch_model_fsdp_0
 _WHOLE = ("optimizer.pt", "optimizer.bin")  # written by Trainer, by Accelerate
 _SCHEDULES = ("scheduler.pt", "scheduler.bin")
 _PROGRESS = "trainer_state.json"

@@ -22,8 +22,8 @@ _log = logging.getLogger(__name__)
 
 
 def plan_as_stored(planned: Plan, model: nn.Module, form: StoredForm) -> Plan:
-    """Add the weights that are stored quantized according to ``model``'s config to the plan; loading corrects the
-    list.
+    """Return the plan with a list of the weights that are stored quantized according to ``model``'s config; loading
+    later restricts this list to the weights that the files store quantized.
     """
     sizes = {
         name: form.bytes_per_value(name, planned.by_name[name].shape)

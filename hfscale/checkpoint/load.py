@@ -124,7 +124,9 @@ class _Loader:
         return {**shown, **self._shown_one_by_one(remaining, targets)}
 
     def _opened(self, files: list[str], model: Any) -> dict[str, TensorOnDisk]:
-        """Open the files that transformers found, or else another trainer's, as plain values."""
+        """Open the files that transformers found, or another trainer's checkpoint (``self.source``); quantized weights
+        become lazy plain tensors.
+        """
         if self.source is None:
             self.directory = Path(files[0]).parent  # in the Hub's cache
         stored = open_tensors(files) if self.source is None else self.source.open(model)
@@ -137,7 +139,9 @@ class _Loader:
     def _shown_quantized(
         self, quantized: "dict[str, QuantizedOnDisk]", targets: dict[str, Destination]
     ) -> dict[str, Any]:
-        """Return, by key, what stands for weights that are stored in 4 bits, each read when transformers reaches it."""
+        """Register this rank's weights that are stored in 4 bits, to be read when transformers reaches them; return an
+        empty placeholder for each weight, by key.
+        """
         if self.quantizing is None:
             return {}
         here = [key for key in quantized if targets[key].name in self.quantizing.weights]
@@ -151,8 +155,8 @@ class _Loader:
     def _with_added_layers(
         self, model: Any, stored: dict[str, TensorOnDisk]
     ) -> dict[str, TensorOnDisk]:
-        """Add the layers to the model that only the planned model has; return the tensors by their names in these
-        layers.
+        """Add to ``model`` the layers that only the planned model (``self.like``) has. Return the stored tensors,
+        renamed to the names that they have in these layers.
         """
         added = added_layers(self.like)
         if added is None:
@@ -187,8 +191,8 @@ class _Loader:
     def _keep_stored(
         self, model: Any, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]
     ) -> None:
-        """Keep weights of the full ``model`` in their stored form, if the plan requests it, and restrict the plan's
-        list of quantized weights to them.
+        """If the plan requests it, keep weights of the full ``model`` quantized as they are stored, and restrict the
+        plan's list of quantized weights to these weights.
         """
         quantized = self.plan.quantized
         if quantized is None or not quantized.as_stored:
@@ -280,8 +284,8 @@ class _Loader:
     def _merged(
         self, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]
     ) -> dict[str, dict[str, Any]]:
-        """Map this rank's parameters that transformers merges from stored tensors to the slices that it has to
-        merge.
+        """Map each of this rank's parameters that transformers merges from stored tensors to the slices of these
+        tensors.
         """
         return {
             name: {name: self.rows[name]}
@@ -365,7 +369,7 @@ def load_pretrained(
     Args:
         like: a model of the same class and config, in any layout.
         resized: parameters that may have another number of rows in the checkpoint.
-        form: the form of quantized weights in the checkpoint that are dequantized when they are loaded.
+        form: the quantization format of weights in the checkpoint that are dequantized when they are loaded.
     """
     directory = Path(path, kwargs.get("subfolder") or "")
     for index in (*directory.glob("*.safetensors.index*.json"), directory / TORCH_INDEX):
@@ -405,8 +409,8 @@ def load_pretrained(
 
 
 def _placed(plan: Plan, mesh: Mesh) -> dict[str, Any]:
-    """Return a ``device_map`` with this rank's device if transformers would otherwise load or quantize on another
-    device.
+    """Return a ``device_map`` with this rank's device; an empty dict if the device is the CPU and nothing is quantized,
+    because transformers then uses the CPU by default.
     """
     return (
         {"device_map": {"": mesh.device}}

@@ -23,7 +23,7 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
     runtime = runtime_of(model)
     with all_or_none(runtime.mesh, f"{directory} could not be loaded"):
         finish_move(directory)
-        if runtime.adapters is None:  # or they look where each of them is
+        if runtime.adapters is None:  # for adapters, read_saved checks each directory
             refuse_foreign(Path(directory))
         if (by_stock := by_peft.found_around(runtime, model)) is not None:
             by_peft.load(by_stock, str(directory))

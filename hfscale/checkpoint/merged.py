@@ -1,8 +1,8 @@
 """Read this rank's shard of a parameter that transformers merges from many stored tensors.
 
 Most checkpoints of mixtures of experts store each expert's projections separately, and transformers stacks and
-concatenates them into one 3-D parameter. Such a merge moves values without changing them, so the parameter's cuts
-determine which slice of each *stored* tensor belongs to this rank::
+concatenates them into one 3-D parameter. Such a merge moves values without changing them, so the way in which the
+parameter is sharded (its ``cuts``) determines which slice of each *stored* tensor belongs to this rank::
 
     experts.4.gate_proj [2, 3]  ->  gate_up_proj[4, 0:2]      experts.4.up_proj [2, 3]  ->  gate_up_proj[4, 2:4]
 
@@ -57,7 +57,7 @@ def parts_of_share(
     for key, box in boxes.items():
         parts = [_intersection(dim, *edges) for dim, edges in zip(spans, box, strict=True)]
         if stack is not None and not parts.pop(stack):
-            continue  # on another rank
+            continue  # the source belongs to another rank
         # If this rank has no rows of a source, give an empty slice, so that transformers misses no source.
         shown[key] = PartOnDisk(
             stored[key],

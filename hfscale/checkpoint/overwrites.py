@@ -43,7 +43,9 @@ class Overwrite:
 
 
 class _StandIns(TorchDispatchMode):
-    """Replace parameters by placeholders of full ``shapes`` that drop all writes; ``real`` placeholders have memory."""
+    """Replace parameters by placeholders of full ``shapes`` that drop all writes. The parameters named in ``real`` get
+    memory instead, filled with ``fill``.
+    """
 
     def __init__(
         self,
@@ -141,7 +143,9 @@ class _StandIns(TorchDispatchMode):
 
 
 def initialize_around(model: Any, shapes: dict[str, tuple[int, ...]]) -> set[str]:
-    """Run transformers' initialization without changing parameters; return the loaded ones that it would overwrite."""
+    """Run transformers' initialization without changing parameters; return the names of
+    loaded parameters that it would overwrite.
+    """
     stand_ins = _StandIns(model, shapes)
     try:
         return stand_ins.initialize()

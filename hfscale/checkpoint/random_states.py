@@ -37,7 +37,7 @@ def random_states(mesh: Mesh) -> dict[str, Any]:
 def states_of_process(
     python: Any, numpy: Any, cpu: torch.Tensor, device: torch.Tensor | None = None
 ) -> dict[str, Any]:
-    """Convert RNG states that a process of another trainer saved to this module's format."""
+    """Convert the RNG states of a process, saved by another trainer, to this module's format."""
     name, keys, *rest = numpy
     kept = (name, torch.as_tensor(np.asarray(keys, dtype=np.int64)), *rest)
     states = {"torch": cpu, "python": python, "numpy": kept}
@@ -54,8 +54,8 @@ def place_among(mesh: Mesh, of_batches: bool) -> str:
 
 
 def restore_random_states(mesh: Mesh, states: dict[str, Any], place: str = "") -> None:
-    """Restore RNG states; if ``place`` is given, seed new states with it, because another rank continues these
-    states.
+    """Restore RNG states. If ``place`` is given, seed new states from them and ``place`` instead, because another rank
+    continues these states.
     """
     torch.random.set_rng_state(states["torch"])
     version, internal, gauss = states["python"]

@@ -178,8 +178,8 @@ def _write(
 def write_parameter(
     writer: CheckpointWriter, stored: AsStored, again: QuantizedAgain, name: str, tensor: Tensor
 ) -> None:
-    """Write the stored tensors of one parameter, quantized again if its checkpoint was quantized. Write nothing while
-    further parameters of the same stored tensors are missing.
+    """Write the stored tensors that are made from one parameter, quantized again if its checkpoint was quantized. A
+    stored tensor that is made from several parameters is written when the last of them is passed.
     """
     for key, plain in stored.made_of(name, tensor).items():
         for stored_name, part in again.made_of(key, plain).items():

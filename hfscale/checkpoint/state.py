@@ -58,7 +58,7 @@ class _Save(threading.Thread):
 
     @saving()
     def run(self) -> None:
-        """Save; keep an error for :func:`wait_for_saves`, and print it in case that function is never called."""
+        """Save. Keep an error for :func:`wait_for_saves`, and also print it, because nobody may call that function."""
         try:
             self.work()
         except (
@@ -196,7 +196,7 @@ def write_behind(taken: TakenState, target: Path, write: Callable[[], None]) -> 
     """Copy a taken state to CPU memory, and ``write`` it in a thread; collective."""
     with all_or_none(taken.mesh, f"{target} could not be written"):
         taken.held = on_host(taken.held)
-    if taken.mesh.control is not None:  # the thread's messages have a group of their own
+    if taken.mesh.control is not None:  # the thread communicates over a process group of its own
         taken.mesh = replace(taken.mesh, control=_group(dist.group.WORLD))
     save = _Save(str(target), write)
     try:

@@ -1,6 +1,6 @@
 """Define the format of a saved state: its index ``state.json``, and how any shard is read from the written shards.
 
-Tensors have the stock model's names and are described by their full shape and the cuts that they were written with. A
+Tensors have the stock model's names and are described by their full shape and by how they were sharded (``cuts``). A
 tensor's cuts and the arrangement of the ranks determine which ranks wrote its shards, and so which files contain them.
 Only the needed bytes are read: the boxes in which the written shards overlap the wanted shard.
 """
@@ -107,8 +107,8 @@ class StateIndex:
         return self.rank_of({"dp_replicate": replicate, "dp_shard": shard})
 
     def rank_with_random_states(self, mesh: Mesh) -> tuple[int, str]:
-        """Return the saved rank whose RNG states this rank continues in another layout, and a seed for new states if
-        several ranks continue the same states.
+        """Return, for another layout, the saved rank whose RNG states this rank continues, and a label from which new
+        states are seeded. The label is empty if this rank has the same data rank and stage as the saved rank.
         """
         data = mesh.data_rank
         stage = mesh.pp_rank
@@ -128,7 +128,9 @@ class StateIndex:
         return json.dumps(told).encode()
 
     def check_bytes(self, size: int) -> None:
-        """Raise ValueError if tensors have more entries or cuts than can be stored in files of ``size`` bytes."""
+        """Raise ValueError if tensors have more entries than files of ``size`` bytes can store, or more shards than
+        ranks, or if there are impossibly many ranks.
+        """
         told = sum(prod(tensor.shape) for tensor in self.tensors.values() if not tensor.own)
         pieces = max(
             (cut.size for tensor in self.tensors.values() for cut in tensor.cuts), default=1
@@ -228,8 +230,8 @@ class StateReader:
         )
 
     def read(self, key: str, wanted: StateTensor, ranks: dict[str, int]) -> Tensor:
-        """Return a copy of a tensor's shard at ``ranks``, on the CPU; ``wanted`` describes how the new layout shards
-        it.
+        """Return a copy of a tensor's shard at ``ranks``, on the CPU; ``wanted`` describes how the new layout
+        shards the tensor.
         """
         self.check(key, wanted)
         written = self.index.tensors[key]
@@ -296,8 +298,8 @@ class StateReader:
         written: StateTensor,
         wanted: list[Spans],
     ) -> Iterator[dict[str, int]]:
-        """Yield the coordinates of written shards that overlap the wanted shard; comparing cut by cut skips most of
-        them.
+        """Yield the coordinates of the written shards that overlap the wanted shard. One cut is compared after another,
+        so that most shards are skipped early.
         """
         holders = list(_writers(written))
 

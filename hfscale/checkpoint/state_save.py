@@ -51,7 +51,7 @@ class TakenState:
     digests: dict[str, str] = field(
         default_factory=dict
     )  # digests of other objects' states, by name
-    rest: bytes = b""  # this rank's other data, as the bytes of a file
+    rest: bytes = b""  # the bytes of this rank's ``.pt`` file: RNG states, other objects
     # This rank's names of the tensors of a checkpoint.
     entries: list[tuple[Any, ...]] = field(default_factory=list)
     # On rank 0, for adapters: key in the adapter's file -> parameter.
@@ -60,7 +60,9 @@ class TakenState:
     beside: dict[str, bytes] = field(default_factory=dict)
 
     def add(self, key: str, tensor: StateTensor, home: int, share: Tensor) -> None:
-        """Add a tensor of pipeline rank ``home``, with this rank's shard ``share``."""
+        """Add a tensor of pipeline stage ``home`` to the index. Keep ``share``, this rank's shard of the tensor, if
+        this rank writes the shard.
+        """
         tensor = self.index.tensors[key] = replace(tensor, home=home)
         if not tensor.own and tuple(share.shape) != (shape := tensor.local_shape(self.mesh.ranks)):
             raise CheckpointError(
@@ -168,7 +170,7 @@ def state_lies(
         return optimizer.state_layout(planned, key, shape)
     if not shape or not planned.cuts:
         return whole(*shape)
-    # bitsandbytes' own optimizers keep a state in 8 bits or not depending on the shard's size.
+    # bitsandbytes' own optimizers choose from the shard's size whether a state has 8 bits or 32.
     alike = shape == weight and not type(optimizer).__module__.startswith("bitsandbytes")
     return like(planned) if alike else own(planned)
 
@@ -359,7 +361,7 @@ def _add_stored_names(
     runtime: Runtime,
     every: list[dict[str, Any]],
 ) -> None:
-    """Add the names that a converter to a checkpoint needs."""
+    """Add the tensors' names in a Hugging Face checkpoint to the index, for a later conversion of the state."""
     if names := {key: name for each in every for key, name in each["stored"].items()}:
         index.adapter = True
         index.stored = names
@@ -375,8 +377,8 @@ def _add_stored_names(
 
 
 def _merge(index: StateIndex, told: dict[str, Any]) -> None:
-    """Add a rank's contribution; existing entries stay, so if several stages have a tensor, the first stage's entry
-    counts.
+    """Add a rank's entries to the index; existing entries stay, so if several stages have a tensor, the first
+    stage's entry counts.
     """
     for key, tensor in told.get("tensors", {}).items():
         index.tensors.setdefault(key, StateTensor.from_dict(tensor))

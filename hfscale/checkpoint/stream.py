@@ -282,7 +282,9 @@ class _Stored:
     def converted(
         self, whole: Iterator[tuple[SavedTensor, Tensor]], carried: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors one after another, and then, with ``carried``, the tensors that the class does not load."""
+        """Yield the tensors in the checkpoint's format. With ``carried``, then yield the tensors that the model's class
+        does not load.
+        """
         for entry, tensor in whole:
             stored = self._as_stored.made_of(entry.name, tensor) if self._here else {}
             encodes = (
@@ -308,8 +310,8 @@ def _full(
     weights: list[SavedTensor],
     chosen: Sequence[int],
 ) -> Iterator[tuple[SavedTensor, Tensor]]:
-    """Yield each of the ``weights``, merged from ``entries``: the full tensor on chosen ranks, an empty one
-    elsewhere.
+    """Yield each of the ``weights`` with adapters merged: a full tensor on chosen ranks, an empty tensor elsewhere.
+    ``entries`` contain the weights and the adapters' factors.
     """
     by_name = {entry.owned: entry for entry in entries}
     names = [entry.owned for entry in weights]

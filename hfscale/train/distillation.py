@@ -37,7 +37,7 @@ from .runtime.full_tensors import full_tensors, tensors_to_save
 
 
 class ModelTeacher:
-    """Teach from a model on the same ranks; see :class:`hfscale.Teacher`."""
+    """Compute a teacher's distributions with a model on the same ranks; see :class:`hfscale.Teacher`."""
 
     def __init__(
         self,
@@ -58,14 +58,14 @@ class ModelTeacher:
         self._finish: tuple[Any] | None = None
         check_vocabulary(vocabulary_of(self._teacher), self._student)
         self._check_adapters()
-        # The student's distinct batches that this rank runs: all batches of the ranks that share the teacher's batch.
+        # The student's batches that this rank's teacher runs on: batches of all ranks that share the teacher's batch.
         mesh = self._teacher.mesh
         own = self._student.mesh.batch_rank
         turns = dict[int, dict[int, None]]()
         for group, batch in mesh.all_gather_object((mesh.batch_rank, own)):
             turns.setdefault(group, {})[batch] = None
         self._turns = list(turns[mesh.batch_rank])
-        # The same number on every rank.
+        # Repeat the last batch, so that every rank makes the same number of runs.
         self._turns += self._turns[-1:] * (max(map(len, turns.values())) - len(self._turns))
 
     def check(self, runtime: Runtime) -> None:
@@ -150,7 +150,7 @@ class ModelTeacher:
         return replace(self._head, hidden=hidden)
 
     def _own_batches(self, batch: Any) -> dict[int, Any]:
-        """Return the student's distinct batches that this rank runs, by number."""
+        """Return the student's distinct batches that this rank's teacher runs on, by their index (``batch_rank``)."""
         own = self._student.mesh.batch_rank
         group = self._teacher.mesh.sharing
         if group is None or set(self._turns) == {own}:
@@ -225,7 +225,9 @@ def scored(
     batch: Batch | Sequence[Batch],
     read: Callable[[Any, VocabularySlice], dict[str, Tensor]],
 ) -> list[Mapping[str, Tensor]]:
-    """Run a model up to its head; return the result of ``read`` on each batch's lazy logits, on all of its ranks."""
+    """Run a model's forward pass up to the head, and call ``read`` on each batch's lazy logits. Return the results, one
+    mapping per batch, on all of the model's ranks.
+    """
     kept, loss = KeptOutputs(runtime), loss_over_vocabulary(runtime)
     microbatches, count = prepare(runtime, batch, train=False)
 

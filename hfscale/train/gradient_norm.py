@@ -80,7 +80,7 @@ def _counted_by_axes(runtime: Runtime, here: list[_Gradient]) -> dict[_Axes, lis
     by_axes: dict[_Axes, list[Tensor]] = {axis_names: [] for axis_names in axes.values()}
     for planned, gradient in here:
         if runtime.counts(planned):
-            # Only the slices of which no earlier rank has a replica.
+            # Count only the slices that no lower rank holds, too.
             counted = planned.counted(runtime.mesh.ranks)
             dim, spans = counted or (0, ())
             slices = [gradient.narrow(dim, start, stop - start) for start, stop in spans]

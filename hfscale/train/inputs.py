@@ -183,7 +183,7 @@ def _check_embeds(runtime: Runtime, embeds: Tensor) -> None:
 def _check_beside(
     batch: Mapping[str, Any], place: tuple[int, int], causal: bool, labelled: bool
 ) -> None:
-    """Check the shapes of labels, mask and positions against ``place``: rows and tokens."""
+    """Check that labels, mask and positions have the numbers of rows and tokens in ``place``."""
     rows, tokens = place
     if tokens == 0 < rows:
         raise ConfigError(f"a batch of {rows} rows has no tokens: pass rows of at least one token")
@@ -271,7 +271,7 @@ def _tell_what_is_hardly_meant(
 def _as_the_model_takes(
     model: nn.Module, microbatches: Sequence[Microbatch], device: torch.device
 ) -> list[Microbatch]:
-    """Return microbatches on the device, with what flash attention needs, and without a cache."""
+    """Return microbatches on the device, with document lengths for flash attention, and without a key/value cache."""
     if any(each.by_positions for each in microbatches) and uses_flash_attention(model):
         microbatches = [
             each.like(with_document_lengths(each, model)) if each.by_positions else each

@@ -61,7 +61,7 @@ class KeptOutputs:
         self._kept: dict[int, dict[str, Tensor]] = {}
 
     def recording(self, mean: Objective) -> Objective:
-        """Return the objective ``mean``, with the model's outputs kept."""
+        """Return an objective that computes ``mean``, and also keeps the model's outputs."""
 
         def loss(called: Any, batch: Microbatch, index: int) -> Tensor:
             assert self._runtime.loss is not None  # checked when the step was prepared

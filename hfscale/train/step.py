@@ -72,7 +72,7 @@ def train_step(
         _check_losses(
             runtime, loss_fn, score_loss, label_smoothing, num_items_in_batch, temperature, teacher
         )
-    if model is not runtime.model:  # PEFT's model, or a module of the user's
+    if model is not runtime.model:  # PEFT's model, or a user's module around the model
         from .around import labels_around, refuse_loss_around, refuse_trained_around
 
         refuse_loss_around(runtime, model)

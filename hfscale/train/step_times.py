@@ -29,7 +29,8 @@ _MOST = 10_000
 # Number of steps at the end of a window that are compared; torch's recorder keeps 2,000 collectives.
 _COMPARED = 200
 _SECONDS = 60.0  # duration of a window, within these bounds
-# a rank is named if its work exceeds this multiple of the median, and waits for it exceed this fraction of a step
+# a rank is named if its work exceeds this multiple of the median, and others wait for it longer than this fraction
+# of a step
 _SLOW = 1.3
 _SHARE = 0.05
 _CALLS = 64_000  # maximum number of times that are exchanged, over all ranks
@@ -117,8 +118,8 @@ def compared(every: Sequence[Told]) -> tuple[float, list[float]]:
 
 
 def worked(waits: Iterable[Span], times: Sequence[float]) -> list[float]:
-    """Return how long a rank has worked from the first of ``times`` to each of them, without its ``waits`` (may
-    overlap).
+    """Return, for each of ``times``, the seconds that a rank has worked since the first of ``times``: the elapsed time
+    without the rank's ``waits``, which may overlap.
     """
     changes = [change for begin, end in waits for change in ((begin, 1), (end, -1))]
     seconds = list[float]()

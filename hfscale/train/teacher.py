@@ -98,7 +98,7 @@ class TeacherWriter:
                 mesh.all_gather_object(None, failure)
 
     def _missing(self) -> list[int] | str:
-        """Return the shards that are missing, or raise if the directory must not be written."""
+        """Return the numbers of the missing shards, or a text with the reason why the directory cannot be written."""
         path = self._directory / _ABOUT
         try:
             digests = "".join(digest for batch in self._batches for _, digest, _ in _texts(batch))
@@ -175,7 +175,7 @@ class TeacherWriter:
 
 
 class StoredTeacher(ModelTeacher):
-    """Teach from files; see :meth:`hfscale.Teacher.stored`."""
+    """Read a teacher's distributions from files; see :meth:`hfscale.Teacher.stored`."""
 
     def __init__(self, directory: Path, student: nn.Module, beta: float) -> None:
         check_number("beta", beta, least=0, most=1)
@@ -327,7 +327,9 @@ class Teacher(ModelTeacher):
 
 
 def _texts(batch: Mapping[str, Any]) -> list[tuple[int, str, Tensor]]:
-    """Return index, digest and token places of every row with a label."""
+    """Return, for every row with a label: the row's index, a digest of the row's text, and the positions of the text's
+    tokens in the row.
+    """
     ids, labels, mask, positions = (
         batch.get(key) for key in ("input_ids", "labels", "attention_mask", "position_ids")
     )

@@ -228,7 +228,9 @@ def _with_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Rows:
-    """Count the rows of a user's loss while a step is prepared: a :class:`hfscale.train.runtime.StepLoss`."""
+    """Count rows instead of labels while the step of a user's loss is prepared; implements
+    :class:`hfscale.train.runtime.StepLoss`.
+    """
 
     shift = 0
     expected_gradient = 1.0

@@ -81,7 +81,7 @@ class RankState:
     # A text with the call and the group in which the rank waits; empty if the rank waits for no other rank.
     waits: str = ""
     place: str = ""  # the innermost line of the user's code
-    inside: str = ""  # the innermost line of hfscale's code, if it is in some
+    inside: str = ""  # the innermost line of hfscale's code, if this code runs
 
 
 class _Watchdog(threading.Thread):
@@ -204,7 +204,9 @@ class _Watchdog(threading.Thread):
 
 
 def _group_names(mesh: Mesh) -> dict[str, str]:
-    """Map torch's name of each process group, a number, to a text with its axis; of several axes, the first is used."""
+    """Map torch's name of each process group (a number) to a text with the group's axis. If several axes have the same
+    group, the text names the first axis.
+    """
     named: list[tuple[dist.ProcessGroup | None, str]]
     named = [(mesh.group(axis), axis) for axis in dict.fromkeys((*reversed(AXES), *EXPERT_AXES))]
     named.append((mesh.whole_sequences, "dp_shard"))
@@ -232,7 +234,9 @@ def report(
     silent: set[int],
     patience: float,
 ) -> str:
-    """Return the report of all ranks' states, one line for equal ones; ``silent`` ranks have written no new state."""
+    """Return the report of all ranks' states, with one line for all ranks in the same state. ``silent`` ranks have
+    written no new state.
+    """
     texts = {rank: _in_words(seen, silent=rank in silent) for rank, seen in enumerate(every)}
     return "\n".join(
         [f"{_HEAD.format(patience)}. Look at the ranks that do not wait", *_lines(texts)]

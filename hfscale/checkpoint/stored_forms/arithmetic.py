@@ -1,6 +1,6 @@
-"""Dequantize stored words with the same operations, in the same order, as transformers' own dequantization.
+"""Dequantize stored numbers with the same operations, in the same order, as transformers' own dequantization.
 
-Every function takes the dtype of the result, and the stored tensors of a box of the weight by their role (``values``,
+Every function takes the dtype of the result, and the stored tensors of a slice of the weight by role (``values``,
 ``scales``, ``zeros``, and ``whole``, the scale of the whole tensor); their shapes broadcast. The order and dtype of
 each operation are the same as in transformers, so that results are equal bit by bit.
 """
@@ -123,7 +123,7 @@ def codes_in_int32(bits: int) -> Along:
 
 
 def words_of(codes: Tensor, along: Along, kind: torch.dtype) -> Tensor:
-    """Return words of dtype ``kind`` that hold ``codes`` along their last dim: the inverse of reading them."""
+    """Pack ``codes`` along their last dim into words of dtype ``kind``: the inverse of unpacking by ``along``."""
     if kind != torch.int32:
         return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8).view(kind)
     bits = 32 * along.words // along.entries

@@ -1,8 +1,8 @@
-"""Quantize a weight again in the form of its checkpoint.
+"""Quantize a weight again in the quantization format of its checkpoint.
 
 A block whose values still equal the checkpoint's dequantized values keeps its codes and its scale, so unchanged blocks
-are written byte for byte, in every form. For any other block, the scale is computed from its new values, and the codes
-from values and scale, with the rules of the form's own quantizers.
+are written byte for byte, in every format. For any other block, the scale is computed from its new values, and the
+codes from values and scale, with the rules of the format's own quantizers.
 """
 
 from collections.abc import Mapping
@@ -41,8 +41,8 @@ class Codes:
 
 
 class QuantizedAgain:
-    """Quantize tensors of a plain checkpoint like the checkpoint in ``directory``, in its ``form``; without a form,
-    keep tensors unchanged.
+    """Quantize tensors of a plain checkpoint like the checkpoint in ``directory``, whose quantization format is
+    ``form``; without ``form``, keep tensors unchanged.
     """
 
     def __init__(self, directory: Path | None = None, form: StoredForm | None = None) -> None:
@@ -74,7 +74,9 @@ class QuantizedAgain:
         return result
 
     def made_of(self, key: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the tensors to write for one tensor of a plain checkpoint."""
+        """Return the tensors to write, by name, for the tensor ``key`` of a plain checkpoint: if the weight is stored
+        quantized, its values and scales, otherwise the tensor itself.
+        """
         if key not in self._weights:
             return {key: tensor.to(self._stored[key].dtype) if key in self._stored else tensor}
         weight = self._weights[key]
@@ -86,8 +88,8 @@ class QuantizedAgain:
 
 
 def quantized_again(model: nn.Module) -> QuantizedAgain:
-    """Return the form of a model's checkpoint; raise :class:`ConfigError` if it is not quantized, or not recorded on
-    the model.
+    """Return an object that quantizes tensors in the format of a model's checkpoint. Raise :class:`ConfigError` if the
+    checkpoint is not quantized, or if the model was not loaded from a checkpoint that still exists.
     """
     source = carried_by(model)
     form = form_in(source.directory) if source is not None and source.directory.is_dir() else None
@@ -101,7 +103,7 @@ def quantized_again(model: nn.Module) -> QuantizedAgain:
 
 
 def refuse_other_forms(form: StoredForm) -> None:
-    """Raise :class:`ConfigError` for a form in which weights can be read, but not quantized again."""
+    """Raise :class:`ConfigError` for a quantization format that hfscale can read, but not write."""
     if form.method not in ENCODED:
         raise ConfigError(
             f"'as_stored' can write only {', '.join(ENCODED)}, but the checkpoint is in {form.method}: leave it "
@@ -163,7 +165,9 @@ def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:
 def _encode_rows(
     weight: DequantizedOnDisk, spans: Box, now: Tensor, whole: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return the stored words of the rows ``spans`` with values ``now``, by role; ``whole`` is a new tensor scale."""
+    """Return the stored tensors of the slice ``spans``, which now has the values ``now``, by role. ``whole`` is the new
+    scale of the full tensor, or ``None`` if this scale has not changed.
+    """
     parts = weight.parts
     columns = now.shape[1]
     scales = parts["scales"]

@@ -1,4 +1,4 @@
-"""The forms in which checkpoints store quantized weights: a table, with one entry per form.
+"""Define the quantization formats of checkpoints (*forms*) in a table with one entry per format.
 
 ======================  ===========================================================  ==================================
 form                    tensors of ``NAME.weight``                                   who writes it
@@ -33,7 +33,7 @@ Found = Mapping[str, TensorOnDisk]  # the stored tensors of one weight, by their
 
 @dataclass(frozen=True)
 class Form:
-    """Describe one form of stored quantized weights."""
+    """Describe one quantization format: the names of a weight's tensors, and how they are dequantized."""
 
     scales: str  # suffix of the names of scales, by which quantized weights are found
     values: str  # suffix of the name of the values, which replaces the suffix of the scales
@@ -86,7 +86,7 @@ def _plain_codes(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
         for name in ("scales", "zeros")
         if name in found
     }
-    # The arithmetic of experts that transformers merges, which has another dtype than for a module's weight.
+    # transformers dequantizes experts that it merges in float32, but a module's weight in the scales' dtype.
     merged = arithmetic.blocks_in_float32 if values.dtype.is_floating_point else None
     return DequantizedOnDisk(values.shape, parts, arithmetic.in_type_of_scales, if_merged=merged)
 
@@ -210,8 +210,8 @@ _CODES = {torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch
 def as_plain(
     stored: Mapping[str, TensorOnDisk], described: StoredForm | None
 ) -> dict[str, TensorOnDisk]:
-    """Replace stored tensors that are quantized as ``described`` by lazy plain tensors; raise if they do not fit
-    together.
+    """Replace stored tensors in the quantization format ``described`` by lazy plain tensors; raise if a weight's
+    tensors do not fit together.
     """
     return dict(stored) if described is None else _dequantized(stored, described)
 
@@ -281,11 +281,11 @@ def load_weights_as(
 
 
 def _matrices(tensor: TensorOnDisk, values: TensorOnDisk) -> TensorOnDisk:
-    """Return scales as a view with as many dims as the values: one number, one per matrix, or a grid."""
+    """Return scales (one number, one per row or matrix, or a grid) as a view with as many dims as the values."""
     missing = len(values.shape) - len(tensor.shape)
     if not missing:
         return tensor
-    # One scale per row, one in all, or one per matrix.
+    # Scales per row or per matrix get dims of size 1 at the end; other scales get these dims in front.
     shape = (
         (*tensor.shape, *(1,) * missing)
         if tensor.shape[:1] == values.shape[:1]
@@ -300,7 +300,9 @@ def _grid(
     shape: tuple[int, ...],
     block: tuple[int, int] | None = None,
 ) -> StoredPart:
-    """Return scales of blocks of size ``block`` if their number fits, otherwise of the size that divides the weight."""
+    """Return the scales with the size of their blocks in each dim: ``block`` if it gives the stored number of scales,
+    otherwise the weight's size divided by this number.
+    """
     along = []
     for dim, size, wanted in zip(
         (-2, -1),

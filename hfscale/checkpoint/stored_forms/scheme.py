@@ -61,7 +61,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class StoredForm:
-    """Hold how a checkpoint stores quantized weights: transformers' name of the method, and the config's values."""
+    """Describe a checkpoint's quantization format: transformers' name of the method, and the config's values."""
 
     method: str
     values: Mapping[str, Any] = field(repr=False)
@@ -118,7 +118,9 @@ def _names(pattern: str, name: str) -> bool:
 
 
 def _group(groups: list[dict[str, Any]], experts: bool) -> dict[str, Any]:
-    """Return the group of a compressed-tensors config that transformers applies to experts, or to other layers."""
+    """Return the entry of a compressed-tensors config that transformers applies to experts (if ``experts``), or
+    otherwise to all other layers.
+    """
 
     def of_experts(group: dict[str, Any]) -> bool:
         return any(target.startswith("re:") and "experts" in target for target in group["targets"])
@@ -131,11 +133,12 @@ def _group(groups: list[dict[str, Any]], experts: bool) -> dict[str, Any]:
 
 
 def split_stored_form(config: Any) -> tuple[Any, StoredForm | None]:
-    """Return a copy of the config without the description of its quantized weights, and their form; or the config
-    itself and ``None`` if hfscale does not dequantize them.
+    """Return a copy of the config without the description of quantized weights, and the quantization format
+    that was described.
 
-    For a model that transformers built from a GGUF file, the description stays in the config, although nothing is
-    quantized.
+    If nothing is described, or hfscale does not dequantize the format, return the config itself and ``None``. If
+    transformers built the model from a GGUF file, return the copy and ``None``: the config still describes quantized
+    weights, although nothing is quantized.
     """
     found = description(config)
     form = _form(found)
@@ -148,7 +151,9 @@ def split_stored_form(config: Any) -> tuple[Any, StoredForm | None]:
 
 
 def form_in(directory: Path) -> StoredForm | None:
-    """Return the form of the quantized weights of a checkpoint in a directory; ``None`` if no weights are quantized."""
+    """Return the quantization format of the checkpoint in a directory; ``None`` if no weights are quantized in a format
+    that hfscale reads.
+    """
     file = directory / "config.json"
     config = json.loads(file.read_bytes()) if file.exists() else {}
     return _form(
@@ -158,7 +163,9 @@ def form_in(directory: Path) -> StoredForm | None:
 
 
 def describe_form(directory: Path, form: StoredForm | None) -> None:
-    """Write the description of ``form`` into the config of a checkpoint in a directory; ``None``: remove it."""
+    """Write the quantization format ``form`` into the config of a checkpoint in a directory. For ``None``, remove the
+    config's quantization format.
+    """
     file = directory / "config.json"
     config = json.loads(file.read_bytes())
     for holder in (config, config.get("text_config") or {}):
@@ -179,8 +186,8 @@ def _form(values: Mapping[str, Any] | None) -> StoredForm | None:
 
 
 def check_asked_form(config: Any, given: Any) -> Any:
-    """Return a user's quantization config, or ``None`` if it requests dequantized weights. Raise :class:`ConfigError`
-    for a form that is not the checkpoint's.
+    """Return a user's quantization config, ``"as_stored"`` if it requests the checkpoint's own quantization format, or
+    ``None`` if it requests dequantized weights. Raise :class:`ConfigError` for a format that is not the checkpoint's.
     """
     plain = getattr(given, "dequantize", False)
     kept = not plain and (
@@ -228,14 +235,14 @@ def description(config: Any) -> dict[str, Any] | None:
 
 
 def _named(values: Mapping[str, Any]) -> Any:
-    """Return the name of the method that a config's values describe."""
+    """Return the name of the quantization method that a config's values describe."""
     method = values.get("quant_method")
     method = getattr(method, "value", method)
     return INT8 if method == "bitsandbytes" and values.get("load_in_8bit") else method
 
 
 def _types(values: Any) -> set[str]:
-    """Return the names of torchao's configs in a description, which nests them."""
+    """Return the names of all torchao configs in a description, in which configs may be nested."""
     if not isinstance(values, Mapping):
         return set()
     inner = set[str]().union(*map(_types, values.values()))
@@ -244,7 +251,9 @@ def _types(values: Any) -> set[str]:
 
 
 def why_not_read(values: Mapping[str, Any]) -> str | None:
-    """Return why weights of this description cannot be dequantized, and a remedy; ``None`` if they can be."""
+    """Return a text with the reason why weights of this description cannot be dequantized, and a remedy; ``None`` if
+    they can be dequantized.
+    """
     method = _named(values)
     reason = ""
     if method not in READ:

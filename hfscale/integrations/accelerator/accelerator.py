@@ -194,7 +194,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Give each distinct batch rank its samples; ranks that share a batch get the same ones."""
+        """Give each distinct batch rank its samples; ranks that share a batch get the same samples."""
         if is_prepared(data_loader):
             return note(self._prepared.loaders, data_loader)
         if self._is_stock:

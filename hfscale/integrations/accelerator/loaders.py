@@ -64,11 +64,11 @@ class OneOrder(Sampler[int]):
         return {"began": self._began}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Draw the next epoch's order from the saved RNG state."""
+        """Set the saved RNG state, from which the next epoch's order is then drawn."""
         self._resumed = state["began"]
 
     def leave_off(self) -> None:
-        """Let the process's RNG continue from its current state after the saved epoch's order is drawn."""
+        """Record the RNG's current state, from which the process continues after the saved epoch's order is drawn."""
         self._left_off = torch.random.get_rng_state()
 
 

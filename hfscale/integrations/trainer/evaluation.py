@@ -40,7 +40,7 @@ from .trainer_batches import (
 )
 
 _MOST_ADDED = 64
-# Loss, predictions and labels of a step, in the form of Trainer's own step.
+# Loss, predictions and labels of a step, as Trainer's own step returns them.
 _Result = tuple[Tensor | None, Any, Any]
 _Step = Callable[..., _Result]
 """Trainer's own step: ``(model, inputs, whether to return only the loss, keys to omit)``."""
@@ -49,7 +49,9 @@ _Step = Callable[..., _Result]
 def scored_step(
     trainer: Any, model: nn.Module, inputs: Batch, loss_only: bool, ignore_keys: Any, stock: _Step
 ) -> _Result:
-    """Run a step whose loss is the trainer's own mean over the labels of this rank's batch."""
+    """Run an evaluation step whose loss the trainer computes itself, as a mean over the labels of this rank's batch;
+    return the mean over the labels of all data ranks.
+    """
     known = trainer.accelerator.examples_of(inputs)
     counted = inputs if known is None else first_examples(inputs, known, drop=False)
     shifted = counted.get("shift_labels")
@@ -73,7 +75,9 @@ def counted_step(
     ignore_keys: Any,
     stock: _Step,
 ) -> _Result:
-    """Run a step whose loss is TRL's mean over rows or pairs; ``known[1]`` of the ``known[0]`` rows count."""
+    """Run an evaluation step whose loss is TRL's mean over rows or pairs. Of this rank's ``known[0]`` rows or pairs,
+    only the first ``known[1]`` count.
+    """
     accelerator = trainer.accelerator
     repeated = accelerator.gather(
         torch.tensor(
@@ -99,8 +103,8 @@ def unknown_step(
     ignore_keys: Any,
     stock: _Step,
 ) -> _Result:
-    """Run a step with an unknown loss: either a mean over rows, of which ``known[1]`` of ``known[0]`` count, or a sum
-    divided by the number of labels on all data ranks.
+    """Run an evaluation step with a loss of unknown kind: either a mean over rows, or a sum divided by the number of
+    labels on all data ranks. Of this rank's ``known[0]`` rows, only the first ``known[1]`` count.
     """
     accelerator = trainer.accelerator
     with evaluated_as_trained(trainer) as divided:
@@ -337,8 +341,8 @@ def _padded_rows(
     fill: int,
     after: int = 0,
 ) -> Tensor:
-    """Pad rows with ``fill`` to the longest row on any data rank; ``after`` more columns after the last unpadded one
-    count.
+    """Pad rows with ``fill`` to the length of the longest row on any data rank. A row that is already padded ends
+    ``after`` columns after its last column without padding.
     """
     width = rows.shape[1]
     if known is not None and known[1] < known[0] == len(rows):

@@ -86,12 +86,14 @@ class Checkpoints(TrainerHooks):
 
     @property
     def states_aside(self) -> StatesAside | None:
-        """Return the callback that keeps states elsewhere than on the disk, if there is one."""
+        """Return the trainer's callback that keeps states elsewhere than on the disk; ``None`` if there is none."""
         callbacks = self.callback_handler.callbacks
         return next((callback for callback in callbacks if isinstance(callback, StatesAside)), None)
 
     def kept_in_memory(self) -> AbstractContextManager[Path] | None:
-        """Return a context whose written files are saved by that callback; ``None`` if no such save is due."""
+        """Return a context that yields a directory, whose files the callback :attr:`states_aside` saves; ``None`` if
+        there is no such callback, or if no save is due.
+        """
         aside = self.states_aside
         return aside.kept(self) if aside is not None and aside.due else None
 
@@ -148,7 +150,7 @@ class Checkpoints(TrainerHooks):
         self._streams.read(checkpoint, _has_state(checkpoint), self._rows_of_step)
 
     def write_random_states(self, directory: Path) -> None:
-        """Write the RNG states that stock Trainer reads, and those at the beginning of the epoch."""
+        """Write the RNG states that stock Trainer reads, and the RNG states at the beginning of the epoch."""
         with all_or_none(self.runtime.mesh, f"{directory} could not be written"):
             self._streams.write(directory, self._rows_of_step)
 
@@ -235,7 +237,9 @@ def resumed_from(
 
 
 def problem_of(checkpoint: Path) -> str | None:
-    """Return a text that describes a checkpoint's defect, to follow its name; no large file is read."""
+    """Return a text that describes a checkpoint's defect and is printed after its name; ``None`` if no defect is found.
+    No large file is read.
+    """
     if (problem := _not_of_a_trainer(checkpoint)) is not None:
         return problem
     path = checkpoint / TRAINER_STATE_NAME
@@ -370,8 +374,8 @@ def _put_in_place(source: Path, target: Path) -> None:
 
 
 def _finish_replacing(output: Path) -> None:
-    """Remove replaced checkpoints, and move foreign files in them to the new ones; if there is no new one, restore the
-    old.
+    """Remove replaced checkpoints, after other programs' files in them were moved to the new checkpoints. If a new
+    checkpoint is missing, restore the replaced one.
     """
     replaced = output / _REPLACED
     if replaced.is_symlink() or not replaced.is_dir():

@@ -38,7 +38,7 @@ _TRAINS = object()
 
 @dataclass
 class Conversation:
-    """The model calls that one microbatch's loss makes, in order; exactly one, of the trained model, has gradients."""
+    """Record the model calls of one microbatch's loss, in order. Only the trained model's call has gradients."""
 
     call: dict[str, Any] = field(default_factory=dict)  # the arguments of the trained model's call
     # The results of the other models' calls, in order, with a marker at the place of the trained model's call.
@@ -49,7 +49,7 @@ class Conversation:
 
 
 class FusedHead:
-    """Intercept the calls of one model with a fused head; ``outputs`` are the requested scores."""
+    """Intercept the calls of one model that request token scores; ``outputs`` names the requested scores."""
 
     def __init__(
         self, model: nn.Module, temperature: float, outputs: tuple[str, ...], trains: bool
@@ -69,7 +69,9 @@ class FusedHead:
         fused_lm_head: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Handle a call in place of the model."""
+        """Replace a call of the model: with ``fused_lm_head``, return token scores, or record the call for a pipelined
+        step; otherwise run the model.
+        """
         if not fused_lm_head:
             return call(*args, **kwargs)
         if self.conversation is not None:
@@ -104,7 +106,7 @@ class FusedHead:
         shifted = kwargs.get("shift_labels")
         wanted: Tensor = kwargs["labels"] if shifted is None else shifted
         if shifted is None:
-            # There are scores for a prompt's tokens too, which have no labels.
+            # If a prompt is prepended to the rows, its tokens have scores, but no labels.
             front = scores.log_probs.shape[1] - wanted.shape[1]
             wanted = nn.functional.pad(wanted, (front, 0), value=-100)[:, 1:]
         scored = {

@@ -4,10 +4,10 @@ Data flow of a generation with ``use_vllm=True``::
 
     hfscale.stream_weights: full tensors, adapters merged, by the names of a checkpoint
         server      --> rank 0 --> TRL's client, over NCCL --> the server's workers
-        colocate    --> every rank --> the engine in its process; LoRA's factors alone where it can serve them
+        colocate    --> every rank --> the engine in its process; or only LoRA's factors, if the engine can serve them
     the prompts of each distinct batch
         server      --> rank 0 --> the server --> every rank gets the completions of its distinct batch
-        colocate    --> the ranks that share a batch generate a part of it each --> every one of them gets all parts
+        colocate    --> ranks that share a batch divide its prompts --> each of these ranks gets all completions
     completions --> TRL, which asks the model for their log-probabilities: the fused head, in any layout
 """
 
@@ -124,7 +124,7 @@ class LayoutEngine(EngineHooks):
         return next((rank for rank in _RANKS if rank >= config.r), 0)
 
     def adapter(self) -> str:
-        """Write the adapter into a directory of this process, and return it; collective."""
+        """Write the adapter into a directory of this process, and return the directory's path; collective."""
         adapters = runtime_of(self.model).adapters
         assert adapters is not None
         self._directory = self._directory or TemporaryDirectory()

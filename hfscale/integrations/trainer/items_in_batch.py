@@ -76,7 +76,7 @@ def _is_noticed(value: Any) -> bool:
 
 
 class _WasUsed:
-    """Become true when a number has been used."""
+    """Convert to ``True`` if a number has been used in a computation so far."""
 
     def __init__(self, number: Noticed) -> None:
         self._number = number

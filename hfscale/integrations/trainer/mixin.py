@@ -350,8 +350,8 @@ class TrainerMixin(Checkpoints, DataHooks):
             return train_step(model, microbatches, **given)
 
     def _divisor(self, items: Any, batches: Sequence[Mapping[str, Any]]) -> Any:
-        """Return Trainer's divisor of a summed loss, one per batch for means of means; ``None``: the number of
-        labels.
+        """Return the number by which Trainer divides a summed loss: Trainer's number of labels, ``None`` for the number
+        of labels that the step counts, or a list with one number per batch for a mean of the batches' means.
         """
         loss = self.runtime.loss
         assert loss is not None  # otherwise, the step would not run train_step

@@ -23,8 +23,8 @@ _NAME = "ref"
 
 
 class ReferenceAdapter:
-    """Hold the copy for ``peft_model``; the trainer's ``heads`` show when recorded outputs are used and no model
-    runs.
+    """Hold the copy of the trained adapter of ``peft_model``. ``heads`` are the trainer's fused heads, which show when
+    recorded outputs are used and no model runs.
     """
 
     def __init__(self, peft_model: Any, heads: Sequence[FusedHead]) -> None:
@@ -38,7 +38,7 @@ class ReferenceAdapter:
 
     @contextmanager
     def may_be_added(self) -> Iterator[None]:
-        """Let TRL add the adapter, and find its parameters, inside the ``with`` block."""
+        """Let TRL add the adapter ``ref``, and read its parameters, inside the ``with`` block."""
         find = self._model.get_parameter
 
         def get_parameter(name: str) -> Any:
@@ -76,7 +76,7 @@ class ReferenceAdapter:
         return {name: parameter.data.clone() for name, parameter in self._parameters()}
 
     def _switch(self, name: Any, *args: Any, **kwargs: Any) -> None:
-        """Switch to the adapter ``name``."""
+        """Switch to the adapter ``name``: write the copied or the trained values into the parameters if necessary."""
         if name == _NAME:
             recalls = any(
                 head.conversation is not None and head.conversation.scores is not None

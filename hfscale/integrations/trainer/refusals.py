@@ -181,7 +181,9 @@ def _check_kernels(runtime: Runtime) -> None:
 
 
 def check_trainer(trainer: Any, scores_tokens: bool) -> None:
-    """Check a created Trainer: its loss (``scores_tokens``: of token scores), its data and its microbatches."""
+    """Check a created Trainer: its data, its microbatches, and its loss (``scores_tokens`` is whether the loss is
+    computed from token scores).
+    """
     runtime: Runtime = trainer.runtime
     name = type(trainer).__name__
     collator = getattr(trainer, "data_collator", None)

@@ -119,7 +119,7 @@ class TrainerRandomStreams:
         handler.on_epoch_begin = on_epoch_begin  # type: ignore[method-assign]
 
     def _begin_epoch(self, args: Any, state: Any) -> None:
-        """Restore the RNG states from which a resumed run draws the epoch's order."""
+        """Restore the RNG states from which a resumed run draws the epoch's order, and record the present states."""
         within = state.epoch is not None and state.epoch % 1 != 0 and not args.ignore_data_skip
         states = self._before if within else self._left_off
         if self._goes_on and states is not None:
@@ -141,7 +141,7 @@ def _stock_random_states(mesh: Mesh | None) -> dict[str, Any]:
 
 
 def _read(written: dict[str, Any]) -> dict[str, Any]:
-    """Return RNG states in the form of :func:`restore_random_states`."""
+    """Convert RNG states from stock Trainer's form to the form that :func:`restore_random_states` reads."""
     device = written.get("cuda")
     given = device if isinstance(device, torch.Tensor) else None
     return states_of_process(written["python"], written["numpy"], written["cpu"], given)
@@ -151,7 +151,7 @@ class StatesAside(TrainerCallback):
     """Keep a Trainer's newest state elsewhere than in its output directory, between its checkpoints."""
 
     due = False
-    """Whether the present step must be saved to that place."""
+    """Whether the state after the present step must be kept."""
 
     def kept(self, trainer: Any) -> AbstractContextManager[Path]:
         """Let Trainer write its small files to a directory; after the block, save them together with the run's

@@ -22,7 +22,7 @@ from .generations import engine_over_layout
 
 
 class Seams:
-    """Hold the replacements for one trainer, and the layout and options for models that the trainer creates itself."""
+    """Replace TRL's functions for one trainer; hold the layout and options for models that the trainer creates."""
 
     def __init__(self, layout: ParallelConfig | None, options: dict[str, Any]) -> None:
         self.layout = layout
@@ -50,7 +50,7 @@ class Seams:
         )
 
     def train(self, model: Any) -> None:
-        """Record the trained model, and the storage of its parameters."""
+        """Record the trained model, and the present storage of its trainable parameters for :meth:`follow_casts`."""
         self._policy = runtime_of(model)
         self._made_of = [
             (parameter, parameter.data)
@@ -170,7 +170,7 @@ def reference_of(policy: Runtime) -> dict[str, Any]:
 
 
 def _synchronized(stock: Any, **kwargs: Any) -> Any:
-    """Wrap TRL's callback that mixes a model into its reference, so that gathered weights are resharded first."""
+    """Wrap TRL's callback that updates a reference from the trained model, so that it updates shards."""
     callback = stock(**kwargs)
     mix = callback.sync_target_model
 

@@ -36,8 +36,9 @@ _Kinds = dict[str, dict[str, torch.dtype | None]]
 def write(
     runtime: Runtime, directory: Path, optimizer: torch.optim.Optimizer, scheduler: Any
 ) -> None:
-    """Write files from which stock Trainer resumes, or which make it raise: without files, it would silently start with
-    an empty state. Collective.
+    """Write files from which stock Trainer resumes. If the state does not fit stock Trainer's format, or
+    is too large, write files on which stock Trainer raises: without files, it would silently start with an empty state.
+    Collective.
     """
     numbers = _stock_order(runtime, optimizer)
     kinds = _kinds(runtime, optimizer)
@@ -66,8 +67,8 @@ def write(
 def read(
     runtime: Runtime, checkpoint: Path, optimizer: torch.optim.Optimizer, scheduler: Any
 ) -> bool:
-    """Resume from a checkpoint of stock Trainer, on every rank; return whether it has an optimizer's state. Raise for a
-    state of other parameters, or of 8-bit blocks that the layout would split.
+    """Resume from a checkpoint of stock Trainer, on every rank; return whether the checkpoint has an optimizer's state.
+    Raise for a state of other parameters, or of 8-bit blocks that the layout would split.
     """
     source = find_optimizer(checkpoint)
     if source is None:
@@ -99,7 +100,9 @@ def _stock_order(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[lis
 
 
 def _kinds(runtime: Runtime, optimizer: torch.optim.Optimizer) -> _Kinds | None:
-    """Return all ranks' kinds of states; ``None`` if some are neither scalars nor shaped like their parameter."""
+    """Return the kinds of optimizer states of all ranks' parameters, by name: a dtype for a state with the shape of its
+    parameter, and ``None`` for a scalar. Return ``None`` if any state has another shape.
+    """
     kinds: _Kinds = {}
     fits = True
     for planned, parameter in runtime.parameters():

@@ -43,7 +43,7 @@ class TrainerAccelerator(Accelerator):
         return bool(metrics(self._runtime.model).get("step_was_skipped", False))
 
     def adopt(self, model: nn.Module) -> None:
-        """Count the distinct batches of this model from now on, instead of an earlier model's."""
+        """Count the distinct batches of ``model`` from now on, not of a model that was prepared earlier."""
         self._runtime = None
         self._adopt(model)
 
@@ -72,11 +72,11 @@ class TrainerAccelerator(Accelerator):
         return super().prepare_data_loader(data_loader, False, slice_fn_for_dispatch)
 
     def examples_of(self, batch: Any, of_stream: bool = False) -> tuple[int, int] | None:
-        """Return the number of examples in the loader's latest ``batch``, and the number of new examples.
+        """Return the number of examples in the loader's latest ``batch``, and how many of them are not repeated.
 
         Data ranks get batches of one size; the last batches are padded with repeated examples from the beginning.
-        Return ``None``, on every rank, if no example can be repeated. The loader of a stream for training may already
-        have ended.
+        Return ``None``, on every rank, if no example can be repeated. ``of_stream`` is set for a stream in training,
+        whose loader may already have ended.
         """
         state = self.gradient_state
         self._last = None
@@ -102,7 +102,9 @@ class TrainerAccelerator(Accelerator):
         return self._dealt_last(state.active_dataloader) if state.end_of_dataloader else None
 
     def _dealt_last(self, loader: Any) -> tuple[int, int] | None:
-        """Compute :meth:`examples_of` for the last batch; Accelerate's remainder is lost when resuming in an epoch."""
+        """Compute :meth:`examples_of` for the last batch from the sampler, because Accelerate's ``remainder`` is lost
+        if a run resumes within an epoch.
+        """
         sampler: Any = loader.batch_sampler
         while sampler is not None and not isinstance(sampler, BatchSamplerShard):
             sampler = getattr(sampler, "batch_sampler", None)

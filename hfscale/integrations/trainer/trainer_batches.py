@@ -76,7 +76,7 @@ def balanced(loader: Any, runtime: Runtime) -> Any:
 
 
 class Marked(dict[str, Any]):
-    """Hold a batch and the numbers of its examples."""
+    """Hold a batch, the number of its examples, and how many of these examples count."""
 
     # the number of tokens of each example, if all are packed into one row; positions do not show it, because an example
     # may consist of several texts
@@ -114,7 +114,8 @@ def cut_by_schedule(
     executor: Executor, batches: Sequence[Batch], arguments: Any, ignores: bool
 ) -> Iterator[list[Batch]]:
     """Yield a step's batches, padded to the number and size in ``TrainingArguments``, because schedules need these.
-    Added rows repeat the last row without labels; for a loss that ignores no label, see :func:`pieces`.
+    If the loss ignores labels of -100 (``ignores``), added rows repeat the last row without labels; otherwise, see
+    :func:`pieces`.
     """
     count = arguments.gradient_accumulation_steps
     rows = arguments.per_device_train_batch_size
@@ -190,8 +191,8 @@ def first_rows(batch: Batch, has: int, rows: int) -> Batch:
 
 
 def first_of_chunks(batch: Batch, has: int, rows: int) -> Batch:
-    """Return ``batch`` with the first ``rows`` of its ``has`` rows; if all chosen rows precede the rejected rows, the
-    first rows of both halves.
+    """Return ``batch`` with the first ``rows`` of its ``has`` rows. A tensor with ``2 * has`` rows, in which all chosen
+    rows precede the rejected rows, keeps the first ``rows`` of each half.
     """
     return _by_rows(
         batch, (has, 2 * has), lambda value: torch.cat([chunk[:rows] for chunk in value.split(has)])

@@ -48,8 +48,8 @@ def left_to_host(name: str) -> bool:
 
 
 def named_optimizer(trainer: Any, model: nn.Module) -> Any:
-    """Return the optimizer of ``args.optim``, or ``None`` if the script chooses another optimizer, which Trainer
-    creates.
+    """Return the optimizer of ``args.optim``, or ``None`` if Trainer creates the optimizer: because the script chooses
+    another one, or because hfscale has no sharded version and there is one process.
     """
     args = trainer.args
     kind = type(trainer)
@@ -93,8 +93,8 @@ def _as_trainer_steps_embeddings(arguments: Any) -> dict[str, Any]:
 
 
 def heard_options(arguments: Any) -> dict[str, Any]:
-    """Return the ``optim_args`` that ``transformers.Trainer`` uses, and warn of ignored ones, so that results stay
-    equal.
+    """Return those ``optim_args`` that ``transformers.Trainer`` uses. Warn of options that Trainer ignores: hfscale
+    ignores these, too, so that results stay equal.
     """
     given = parse_arguments(arguments.optim_args)
     unheard = _unheard_options(arguments, given)

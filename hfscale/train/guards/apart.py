@@ -45,8 +45,9 @@ def watch_for_others(runtime: Runtime) -> None:
 def refuse_beside(
     optimizer: torch.optim.Optimizer, beside: Sequence[Tensor], mesh: Mesh, layout: str
 ) -> None:
-    """Raise :class:`ConfigError` if ranks have different gradients for the parameters ``beside`` a model's in one
-    optimizer; collective. Gradients that DDP or a script has summed over ranks are accepted.
+    """Raise :class:`ConfigError` if ranks have different gradients for ``beside``, the parameters outside of the model
+    that an optimizer holds together with the model's; collective. Gradients that DDP or a script has summed over ranks
+    are accepted.
     """
     every = mesh.all_gather_object([_digest(parameter.grad) for parameter in beside])
     _refuse(optimizer, beside, every, layout)
@@ -72,7 +73,9 @@ def refuse_alone(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]) -> No
 def _told_by_all(
     optimizer: torch.optim.Optimizer, trained: Sequence[Tensor], mesh: Mesh
 ) -> list[tuple[list[_Digest], list[_Digest]]] | None:
-    """Return each rank's digests of values and gradients; ``None`` if some rank does not step such an optimizer now."""
+    """Return each rank's digests of the parameters' values and gradients; ``None`` if some rank does not step an
+    optimizer with such parameters within a few seconds.
+    """
     kind = f"{type(optimizer).__name__} {[tuple(entry.shape) for entry in trained]}"
     _asked[kind] += 1
     store: Any = own_store(f"hfscale/alone/{kind}/{_asked[kind]}")

@@ -117,7 +117,7 @@ def refuse_changes(model: Any, layout: ParallelConfig) -> None:
 
 
 class SharedBatch(Part):
-    """Check that ranks that must get the same batch do, even in plain loops."""
+    """Check that ranks that share a batch get equal batches, even in loops without ``train_step``."""
 
     def __init__(self) -> None:
         self._first: RemovableHandle | None = None
@@ -218,7 +218,9 @@ def as_built(runtime: Runtime) -> AbstractContextManager[None]:
 
 
 def _saves_all_of_it(model: Any, save: Callable[..., None]) -> Callable[..., None]:
-    """Return a ``model.save_pretrained`` for stock loops, which call it with Accelerate's arguments on every rank."""
+    """Return a method that replaces ``model.save_pretrained`` and writes the full model by ``save``. Stock loops call
+    the method on every rank, with Accelerate's arguments.
+    """
 
     def save_pretrained(
         save_directory: Any,
@@ -319,7 +321,7 @@ def _warn_of_misread_rows(runtime: Runtime) -> None:
 
 
 def _warn_of_a_base_alone(runtime: Runtime) -> None:
-    """Warn of a base in 4 or 8 bits without adapters or frozen weights: only embeddings and norms would train."""
+    """Warn of a base model in 4 or 8 bits without adapters or frozen weights: only embeddings and norms would train."""
     quantized = runtime.plan.quantized
     if quantized is None or runtime.plan.adapters:
         return

@@ -214,7 +214,7 @@ def refuse_other_optimizers(runtime: Runtime) -> None:
 
 
 def leave_to_outer(optimizer: torch.optim.Optimizer) -> None:
-    """Skip the checks for an inner optimizer over stand-ins, because the outer optimizer that steps it is checked."""
+    """Skip the checks for an inner optimizer that steps tensors of an outer one, because the outer one is checked."""
     _inner.add(optimizer)
 
 
@@ -330,8 +330,8 @@ def _fails_on_shards(
 
 
 def _differs(optimizer: torch.optim.Optimizer, device: torch.device, halved: bool) -> bool:
-    """Return whether half of a matrix (or an empty part) takes another step than the full matrix; ``False`` if the
-    trial fails.
+    """Return whether an optimizer updates two matrices differently if it gets only half of the first matrix
+    (``halved``), or nothing of the first matrix. If the trial fails, return ``True`` only for L-BFGS.
     """
     generator = torch.Generator().manual_seed(0)
     scale = torch.logspace(-1, 1, 8)[:, None]  # so that the two halves have different norms
@@ -369,7 +369,7 @@ def _stepped(
     device: torch.device,
     shard: Callable[[Tensor], Tensor] = lambda plain: plain,
 ) -> list[Tensor]:
-    """Return the parameters after steps from ``start`` by another optimizer of the same class and options."""
+    """Return copies of ``start`` after steps with ``gradients`` by a new optimizer of the same class and options."""
     asked = inspect.signature(type(optimizer)).parameters
     options = {
         name: value

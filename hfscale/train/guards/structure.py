@@ -42,7 +42,7 @@ class Structure:
         self._said = set[str]()
 
     def _module_contents(self) -> tuple[_Held, _Held]:
-        """Return the children of every module, and its parameters (``None``: may be replaced)."""
+        """Return the children and the parameters of every module; ``None`` marks a parameter that may be replaced."""
         modules = list(self._runtime.model.modules())
         managed = {(place.module, place.name) for place in self._managed}
         parameters = [
@@ -169,7 +169,9 @@ class Structure:
         return None
 
     def _is_moved(self, old: nn.Module | None, new: nn.Module | None) -> bool:
-        """Return whether ``new`` has the children and parameters of ``old`` by name, and nothing installed was lost."""
+        """Return whether ``new`` has the children and the same parameters as ``old``, by name, and no module that
+        hfscale has changed was dropped.
+        """
         restore = self._runtime.restore
         if (
             old is None
@@ -198,7 +200,9 @@ class Structure:
         )
 
     def _warn_beside(self, module: nn.Module, name: str) -> None:
-        """Add a hook next to a user's hook; it warns once, for all layers, if the module has sharded activations."""
+        """Add a hook next to a user's hook. The added hook warns if the module has sharded activations, once for all
+        layers.
+        """
 
         def look(*_: Any) -> None:
             seen = self._runtime.local_view(name)

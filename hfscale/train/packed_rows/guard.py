@@ -89,7 +89,9 @@ def _refuse(
     longest: int,
     given: list[Tensor],
 ) -> None:
-    """Raise if the model mixes documents that ``kind`` separates, in rows of up to ``longest`` tokens."""
+    """Raise if the model mixes documents in rows of up to ``longest`` tokens, although they are separated by ``kind``:
+    ``"positions"`` or ``"mask"``.
+    """
     made = stock_class(model)
     flash = uses_flash_attention(model)
     masked = kind == "mask"
@@ -104,7 +106,7 @@ def _refuse(
 
     why = found()
     where = ""
-    # RoBERTa counts positions in this way.
+    # RoBERTa's positions begin above 0, so try again from the first position of the batch.
     if why and given and (first := min(int(positions.min()) for positions in given)) > 0:
         start = first
         why = found()
@@ -131,7 +133,10 @@ def _beyond_lengths(
     longest: int,
     given: list[Tensor],
 ) -> tuple[str, str]:
-    """Return the difference that occurs beyond one of the config's ``lengths``, and this length; may read positions."""
+    """Return a difference between packed and separate documents that occurs only in rows or documents longer than one
+    of the config's ``lengths``, and a text with this length; both are empty if there is no difference. May wait for the
+    device to read positions.
+    """
     for name, length in lengths.items():
         if longest <= length:
             continue

@@ -112,7 +112,7 @@ class Microbatch(dict[str, Any]):
 
 
 def in_prepared_pass() -> bool:
-    """Return whether a step calls the model for a microbatch, not a loop of the user's."""
+    """Return whether the model is called by a step of hfscale for a microbatch, and not by a user's own loop."""
     return _PREPARED.get()
 
 

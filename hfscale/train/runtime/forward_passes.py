@@ -22,7 +22,7 @@ class ForwardPasses(Generic[_T]):
         self._begun: deque[tuple[int, _T]] = deque(maxlen=_KEPT)
 
     def begin(self, known: _T) -> None:
-        """Record that a forward pass begins, or replace the value of the current one from here on."""
+        """Record that a forward pass begins, or that the current pass has another value from now on."""
         self._begun.append((next_node_number(), known))
 
     def clear(self) -> None:

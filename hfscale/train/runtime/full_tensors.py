@@ -24,7 +24,7 @@ from .writing import Attempt, plainly
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Describe one tensor to save and the pipeline rank that has it; the same on every rank."""
+    """Describe one tensor to save and the pipeline stage that holds the tensor; the same on every rank."""
 
     name: str
     shape: torch.Size
@@ -122,7 +122,7 @@ def full_tensors(
 
 
 def shares(runtime: Runtime) -> Callable[[SavedTensor], Tensor | None]:
-    """Return the function that returns this rank's shard of an entry, if it holds one."""
+    """Return a function that maps an entry to this rank's shard of it, or to ``None`` if this rank has no shard."""
     here = {planned.name: parameter for planned, parameter in runtime.parameters()}
     buffers = _buffers(runtime)
 

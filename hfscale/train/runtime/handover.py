@@ -114,7 +114,7 @@ class Replaced:
 def _let_all_follow() -> None:
     for other in gc.get_objects():
         if issubclass(type(other), Optimizer):
-            # An optimizer that is no longer used needs no error here; any other is refused at its step.
+            # Do not raise here for an optimizer that is no longer used; an optimizer in use raises at its next step.
             with suppress(ConfigError):
                 follow(other)
 

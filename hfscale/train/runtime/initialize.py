@@ -91,7 +91,7 @@ def _untouched(tensor: Tensor) -> Tensor:
 
 
 class _Constructors:
-    """Fill entries that ``_init_weights`` does not write with first values from modules' constructors."""
+    """Fill entries that ``_init_weights`` does not write with the values that modules' constructors set."""
 
     def __init__(self, template: Any, seed: int) -> None:
         self._template = template
@@ -137,8 +137,8 @@ def _units(
     name: str,
     layers: set[str],
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield ``(name, module, recurse)``: whole subtrees that are a layer or contain no layer, and, without recursion,
-    modules that contain layers.
+    """Yield the units of initialization as ``(name, module, recurse)``. With ``recurse``, a unit is a layer, or a
+    module that contains no layer, including all submodules; otherwise it is a module that contains layers, alone.
     """
     inside = {child for child, _ in module.named_modules(prefix=name)}
     if name in layers or not inside & layers:

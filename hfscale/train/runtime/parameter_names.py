@@ -82,7 +82,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def computing(module: nn.Module) -> list[nn.Module]:
-    """Return the stock modules in a wrapper that may run: the wrapped module and its trained copies."""
+    """Return the stock modules in a wrapper, any of which may run: the wrapped module and its trained copies."""
     return [unwrapped(module), *trained_copies(module)]
 
 

@@ -44,7 +44,7 @@ class Part:
 
     masks_padding = False  # whether the part reads from the attention mask which tokens are padding
     is_logged = False  # whether a trainer logs the part's :meth:`metrics` with the loss
-    state_key = ""  # the name of its :meth:`state` in saved states, which outlives the class's name
+    state_key = ""  # the key of :meth:`state` in saved states; stays when the class is renamed
 
     def is_needed(self, runtime: "Runtime") -> bool:
         """Return whether the plan or an option requests this feature; otherwise the runtime omits the part."""
@@ -150,7 +150,7 @@ class Executor:
         return ()
 
     def agrees(self, train: bool) -> bool:
-        """Return whether a step begins with an exchange between the ranks that share a batch."""
+        """Return whether a step begins with an exchange that compares the batches of ranks that share a batch."""
         return True
 
     def numbers_to_compare(self, train: bool) -> tuple[list[int], list[Tensor]]:
@@ -219,8 +219,8 @@ class DataAxes:
         """
 
     def as_shards(self) -> AbstractContextManager[None]:
-        """Release gathered parameters for a ``with`` block that writes into shards, and gather the same ones again
-        afterwards.
+        """Release gathered parameters for a ``with`` block that writes into shards, and gather the same parameters
+        again afterwards.
         """
         return nullcontext()
 
@@ -286,7 +286,7 @@ class AdapterAxis(Protocol):
         ...
 
     def in_front(self, runtime: "Runtime", batch: Batch) -> Batch:
-        """Return a batch with the tokens of a prompt in front of its rows, if the model has one."""
+        """Return a batch with the tokens of a prompt in front of its rows, if the adapter is a prompt."""
         ...
 
     def tokens_in_front(self, runtime: "Runtime") -> int:
@@ -326,7 +326,7 @@ class Runtime:
     parts: tuple[Part, ...]  # the features of the layout, in the order of installation
     # Runs the steps: a loop by default; pipeline stages install their own executor.
     executor: Executor = field(init=False)
-    # the work of the data, context and tensor axes in a step; nothing if an axis has one rank
+    # the operations of the data, context and tensor axes in a step; they do nothing if the axis has one rank
     data: DataAxes = field(default_factory=DataAxes)
     context: ContextAxis = field(default_factory=ContextAxis)
     sequence: SequenceAxis = field(default_factory=SequenceAxis)
@@ -483,7 +483,9 @@ class Runtime:
         return staged and self.options.mixed_precision != "no" and not self.options.casts_parameters
 
     def counts(self, planned: ParameterPlan) -> bool:
-        """Return whether this rank's stage counts an owned parameter; other stages may hold a copy of the parameter."""
+        """Return whether this rank's stage is the stage that counts a parameter (for example in norms), because several
+        stages may hold a copy of the parameter.
+        """
         return self.plan.primary_rank(planned.name) == self.mesh.pp_rank
 
     def is_local(self, name: str) -> bool:

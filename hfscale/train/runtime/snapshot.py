@@ -81,7 +81,7 @@ def _look(model: nn.Module) -> _Look:
     looks = []
     left_out = {*HOOKS, *CONTENTS}
     for module in model.modules():
-        # Parameters, buffers and submodules are restored by the code that disassembles the model.
+        # Parameters, buffers and submodules are restored by the code that undoes the sharding (``take_apart``).
         attributes = {name: value for name, value in vars(module).items() if name not in left_out}
         hooks = {name: set(module.__dict__[name]) for name in HOOKS if module.__dict__.get(name)}
         looks.append((module, type(module), attributes, hooks))
