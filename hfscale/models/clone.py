@@ -257,8 +257,8 @@ def _related(
     if type(whole.get(_SHARED)) is int:
         kinds = whole.get("layer_types")
         different = len(set(kinds)) if isinstance(kinds, (list, tuple)) else 1
-        # If all layers share keys and values, the layers read those of another model. Otherwise at least one layer of each kind
-        # keeps its own keys and values.
+        # If all layers share keys and values, the layers read those of another model. Otherwise at least one layer of
+        # each kind keeps its own keys and values.
         sizes[_SHARED] = (
             layers if whole[_SHARED] >= count else min(whole[_SHARED], max(0, layers - different))
         )

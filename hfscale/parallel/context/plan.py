@@ -101,7 +101,7 @@ class _Reading:
     handing: Collection[str] = ()
     reads_masks: Collection[str] = ()  # the ``kinds`` that are attention in a family's own code
     whole_mask: bool = False  # whether the model needs the attention_mask of all tokens
-    seen: Collection[str] = ()  # names of all classes of modules in the clone's layers
+    seen: Collection[str] = ()  # names of the classes of all modules in the clone's layers
 
 
 def _find(draft: Draft, text: str, layers: dict[str, nn.Module]) -> _Reading:
@@ -172,8 +172,8 @@ def _heads(draft: Draft) -> tuple[int, int]:
 
 
 def _share_out_heads(draft: Draft, size: int, heads: int, keys: int) -> int:
-    """Return the number of ranks that exchange heads (1 for other methods). Add a problem to ``draft`` if the heads do
-    not divide over the ranks.
+    """Return the number of ranks that exchange heads; 1 for methods that do not exchange heads. Add a problem to
+    ``draft`` if the heads do not divide evenly over the ranks.
     """
     method = draft.layout.cp_method
     if method not in ("heads", "heads_ring"):

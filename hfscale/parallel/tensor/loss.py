@@ -86,7 +86,7 @@ class LossTerm:
 
     targets: Tensor  # ``[n, b, s]``
     weight: float  # factor of the term: the mean over ``n`` of the rows' loss
-    hits: Tensor  # output ``[n, b, s]``: whether a position has a target and the target has the largest logit
+    hits: Tensor  # output ``[n, b, s]``: whether a position has a target and no logit is larger than the target's
     loss: Tensor | None = None  # output: the unweighted term, divided like the model's loss
 
 
