@@ -245,7 +245,7 @@ def connect(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def host_group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Make a gloo group of each of these disjoint sets of ranks, for objects and small messages.
+    """Make a gloo group for each of these disjoint sets of ranks, for objects and small messages.
 
     Return the group that contains this rank.
     """
@@ -277,10 +277,10 @@ class Groups:
 
     def __init__(self) -> None:
         self.made = dict[Any, Any]()
-        self.latest: Any = None  # mesh
+        self.latest: Any = None  # the mesh that was built last
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the result of ``make`` for ``key``, run by the first call only; all ranks call in the same order."""
+        """Return the result of ``make``, run only by the first call with ``key``; all ranks call in the same order."""
         if key not in self.made:
             self.made[key] = make()
         return self.made[key]
