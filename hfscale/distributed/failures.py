@@ -39,7 +39,7 @@ CODE = 75  # the exit code EX_TEMPFAIL, which asks a launcher to start the proce
 SWITCH = "HFSCALE_FAILURES"
 _TRACEBACK = "HFSCALE_TRACEBACK"
 _GRACE = 0.3  # seconds in which another rank may turn out to have failed first
-_NO_MEMORY = "can't allocate memory"  # in the error of torch's allocator of host memory
+_NO_MEMORY = "can't allocate memory"  # words in the error of torch's allocator of host memory
 _BYE = b"\n"
 _KNOWN_TO_LAUNCHER = "its launcher knows how"
 _ENDING = 5.0  # seconds that a process may take to end once its connections are closed
@@ -50,14 +50,14 @@ class Failure:
     """Describe how a rank failed."""
 
     rank: int
-    # ``"error"``: the rank raised an error; ``"gone"``: its process ended or its machine was lost; ``"echo"``: its
-    # error is that it lost the connection to a rank that had failed before
+    # ``"error"``: the rank raised an error; ``"gone"``: its process ended or its machine was lost; ``"echo"``: the rank
+    # only lost the connection to another rank, which had failed before
     kind: str
-    words: str  # continues a sentence that begins with the rank
+    words: str  # the rest of a sentence whose subject is the rank
 
 
 class Process(NamedTuple):
-    """Identify a rank's process; ``machine`` is equal for processes that can see one another under ``/proc``."""
+    """Identify a rank's process. Processes with equal ``machine`` can look each other up under ``/proc``."""
 
     machine: str
     pid: int
@@ -224,7 +224,7 @@ def explained(error: BaseException) -> str:
 
 def explain_memory_errors() -> None:
     """Print what held memory after the traceback of an out-of-memory error that ends this process."""
-    # The explanation is made before other ranks receive the failure: after that the launcher ends this process.
+    # The explanation is made before other ranks receive the failure, because the launcher then ends this process.
     at_an_uncaught_error(explained, _print_behind)
 
 
@@ -234,7 +234,10 @@ def _print_behind(text: str) -> None:
 
 
 class _Listener(threading.Thread):
-    """Receive failures on rank 0, at ``place``, wait a moment for earlier failures, and send the first to all ranks."""
+    """Receive failures on rank 0, at the address ``place``, and send the first failure to all ranks.
+
+    After one failure is received, wait a moment, because another rank may have failed earlier.
+    """
 
     processes: list[Process]
 
@@ -284,7 +287,7 @@ class _Listener(threading.Thread):
         with suppress(OSError):
             connection = _kept_alive(self._server.accept()[0])
             connection.settimeout(2)
-            # any program may have connected
+            # the line may be from a program that is no rank
             with suppress(OSError, ValueError, KeyError, TypeError):
                 hello = json.loads(_first_line(connection))
                 if secrets.compare_digest(hello["token"], self.place[2]):

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .._compat.torch_device import device_module, pinned_bytes
 
-# A tensor reuses a buffer of at most this times its size; all buffers together have at most this times the peak use.
+# A tensor reuses a buffer of at most this times the tensor's size. All buffers together have at most this times the
+# peak use.
 _SPARE = 1.25
 _ALIGNED = 256  # bytes
 
@@ -35,10 +36,10 @@ class HostBuffers:
         self.outward, self.inward = self.module.Stream(device), self.module.Stream(device)
         self._free: list[
             tuple[Tensor, Any]
-        ] = []  # each with the event of the last copy that read it; the oldest first
+        ] = []  # free buffers, each with the event of the last copy that read it; the oldest first
 
     def take(self, size: int) -> Tensor:
-        """Return a buffer of at least ``size`` bytes; copies on the outward stream wait for its last reader."""
+        """Return a buffer of at least ``size`` bytes; copies on the outward stream wait for its last read."""
         sizes = [(len(each), place) for place, (each, _) in enumerate(self._free)]
         if fitting := [each for each in sizes if size <= each[0] <= _SPARE * size]:
             buffer, read = self._free.pop(min(fitting)[1])

@@ -34,10 +34,10 @@ class Mesh:
     replicas: dict[int, dist.ProcessGroup] = field(default_factory=dict)
     # pipeline ranks that hold one tied tensor -> their group, if this rank is one of them
     ties: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    # The same keys as ``ties`` -> gloo groups of these pipeline ranks, for small messages.
+    # pipeline ranks that hold one tied tensor (keys of ``ties``) -> their gloo group, for small messages
     tie_reports: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    # (sender, receiver), neighbouring pipeline ranks of which one is this rank -> the group for transfers in that
-    # direction. There is a group per direction because a backend may serialize the transfers of one group.
+    # (sender, receiver) -> the group for transfers in this direction. The two are neighbouring pipeline ranks, and one
+    # of them is this rank. There is a group per direction because a backend may serialize the transfers of one group.
     streams: dict[Pair, dist.ProcessGroup] = field(default_factory=dict)
     # The gloo group of this rank's pipeline, for small messages.
     reports: dist.ProcessGroup | None = None
@@ -166,7 +166,7 @@ class Mesh:
 
     @cached_property
     def groups_of_terms(self) -> list[dist.ProcessGroup]:
-        """Groups to reduce a step's loss over: :attr:`loss_groups`, and the pipeline stages."""
+        """The groups over which a step's loss is reduced: :attr:`loss_groups`, and the group of pipeline stages."""
         return [*self.loss_groups, *self.groups("pp")]
 
     @property

@@ -33,7 +33,7 @@ does: ``torch.distributed.init_process_group(timeout=)``, or Accelerate's ``Init
 """
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-_LOOK = 0.02  # seconds between two reads of the store
+_LOOK = 0.02  # seconds between two reads of the launcher's store
 
 Pair = tuple[int, int]
 
@@ -142,9 +142,9 @@ def has_agent_store() -> bool:
 def store_of_ranks(name: str) -> dist.Store:
     """Return a view of the launcher's store under a prefix that only these ranks use; collective over all ranks.
 
-    The store still holds entries of ranks that have ended. The restart count cannot tell them apart, because each
+    The store still holds entries of ranks that have ended. The restart count cannot tell old from new entries: each
     launcher counts its own restarts, and the launcher of a host that came back starts from zero. Therefore the first
-    rank draws a random prefix, and writes it for each rank under a key with the number of times that rank has come::
+    rank draws a random prefix, and writes the prefix for each rank, under a key with the number of starts of the rank::
 
         rank 3: come-3 += 1 (is 5 now)    rank 0: told-3-5 = prefix    rank 3: heard-3-prefix
     """
@@ -174,7 +174,7 @@ def store_of_ranks(name: str) -> dist.Store:
 
 @cache
 def _end_quietly() -> None:
-    """Wait for gloo's threads when Python ends, after :func:`_stop`, even if the user started the process group."""
+    """Wait for gloo's threads when Python ends, after :func:`_stop`; also if the user started the process group."""
     atexit.register(wait_for_gloo_threads)
 
 
@@ -203,7 +203,7 @@ def keep_patience(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def device_group(parts: Sequence[Sequence[int]], device: torch.device) -> dist.ProcessGroup | None:
-    """Make a group for tensors on ``device`` of each of these disjoint sets of ranks; return this rank's group."""
+    """Make one group for each of these disjoint sets of ranks, for tensors on ``device``; return this rank's group."""
     _end_quietly()
     world: Any = dist.group.WORLD
     with bound(device) as splits:
@@ -245,7 +245,7 @@ def connect(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def host_group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Make a gloo group of each of these disjoint sets of ranks, for objects and small messages.
+    """Make a gloo group for each of these disjoint sets of ranks, for objects and small messages.
 
     Return the group that contains this rank.
     """
@@ -277,10 +277,10 @@ class Groups:
 
     def __init__(self) -> None:
         self.made = dict[Any, Any]()
-        self.latest: Any = None  # mesh
+        self.latest: Any = None  # the mesh that was built last
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the result of ``make`` for ``key``, run by the first call only; all ranks call in the same order."""
+        """Return the result of ``make``, run only by the first call with ``key``; all ranks call in the same order."""
         if key not in self.made:
             self.made[key] = make()
         return self.made[key]

@@ -4,8 +4,9 @@ A family has one :class:`Blueprint`, from the first of these sources that has on
 
 1. :data:`hfscale.models.FAMILIES`, hfscale's own table, keyed by ``config.model_type``;
 2. transformers' ``base_model_tp_plan`` of the model, translated;
-3. the model itself, from which :mod:`hfscale.extras.proofs.infer` derives a blueprint (:class:`Inference`). This
-   blueprint is used only if two ranks with it equal one process. It can be written as JSON.
+3. the structure of the model itself, from which :mod:`hfscale.extras.proofs.infer` derives a blueprint. Such an
+   *inferred* blueprint (:class:`Inference`) is used only if two tensor ranks that run it give the results of one
+   process. It can be written as JSON.
 """
 
 from collections.abc import Callable
@@ -30,13 +31,13 @@ class Block:
 
     column: tuple[str, ...]  # projections that read the block's input; their outputs are sharded
     row: tuple[str, ...]  # projections that write the block's output; their inputs are sharded
-    # modules whose first input is the block's input, if that is not the block itself. Example: a block that adds the
-    # residual inside, which must not pass through the edge
+    # modules whose first input is the block's input, if not the block itself. Example: a block that adds the residual
+    # inside; the residual must not pass through the collective at the block's input
     enter: tuple[str, ...] = ("",)
     # keyword inputs of the modules ``enter`` that are full inputs of the block too. Example: the encoder's output,
     # which keys and values of a cross-attention read
     enter_inputs: tuple[str, ...] = ()
-    # modules whose output must be summed over tensor ranks, if that is not the block itself. In a block that has none
+    # modules whose output must be summed over tensor ranks, if not the block itself. In a block that has none
     # of these modules, the block's output is summed
     leave: tuple[str, ...] = ("",)
     # projection -> the matrices that are fused in it, side by side along the sharded dim: the number of equal matrices,
@@ -80,7 +81,7 @@ class Block:
     local_config: tuple[str, ...] = ()
     # config fields with dropout probabilities that are applied to *sharded* activations (attention weights)
     dropout: tuple[str, ...] = ("attention_dropout",)
-    # the module from which on activations are sharded, for dropout's random numbers; ``None``: from the first ``enter``
+    # the first module that computes sharded activations, for dropout's random numbers; ``None``: the first of ``enter``
     cut_from: str | None = None
 
 
@@ -133,11 +134,11 @@ class Inference:
     blueprint: Blueprint  # the inferred blueprint
     proof: Proof  # the comparison of two ranks with one process, on a tiny clone
     attention: tuple[str, ...]  # paths of the blocks that mix tokens
-    whole: tuple[str, ...]  # reasons why other modules of the layers are not sharded
+    whole: tuple[str, ...]  # the reasons why the layers' other modules are not sharded
 
 
 def as_data(found: Inference) -> dict[str, Any]:
-    """Return an inferred blueprint and its proof as data that can be written as JSON."""
+    """Return an inferred blueprint and its evidence as data that can be written as JSON."""
     return {
         "layers": found.blueprint.layers,
         "source": found.blueprint.source,
@@ -159,7 +160,7 @@ def block_as_data(block: Block) -> dict[str, Any]:
 
 
 def from_data(data: dict[str, Any]) -> Inference:
-    """Rebuild the inferred blueprint and its proof from the data that :func:`as_data` returned."""
+    """Rebuild the inferred blueprint and its evidence from the data that :func:`as_data` returned."""
     blocks = {
         path: Block(
             **{

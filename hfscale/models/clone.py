@@ -22,7 +22,7 @@ VOCABULARY = 67
 EXPERTS = 4
 HIDDEN = HEADS * HEAD_DIM
 
-# Size in the clone -> the config fields that get this size. Fields that are not listed keep their values.
+# Size in the clone -> the config fields that get this size. Fields not listed here keep their values.
 _BECOMES: dict[int, str] = {
     VOCABULARY: "vocab_size decoder_vocab_size vocab_size_per_layer_input unpadded_vocab_size",
     HIDDEN: """hidden_size n_embd d_model emb_dim embedding_size attention_hidden_size word_embed_proj_dim embedding_dim
@@ -98,7 +98,7 @@ def tiny_clone(
     whole = _fields(config)
     small = _shrink(copy.deepcopy(whole), layers, type(config))
     left_out = {"transformers_version", "model_type"}
-    if "stage_names" in whole:  # a backbone, whose names of stages follow from the number of layers
+    if "stage_names" in whole:  # a backbone: its stage names follow from its number of layers
         left_out |= {"out_features", "out_indices", "stage_names"}
     small = {key: value for key, value in small.items() if key not in left_out}
     for name in _derived(type(config), whole, small):
@@ -257,8 +257,8 @@ def _related(
     if type(whole.get(_SHARED)) is int:
         kinds = whole.get("layer_types")
         different = len(set(kinds)) if isinstance(kinds, (list, tuple)) else 1
-        # If all layers share, they read the keys and values of another model. Otherwise at least one layer of each kind
-        # keeps its own keys and values.
+        # If all layers share keys and values, the layers read those of another model. Otherwise at least one layer of
+        # each kind keeps its own keys and values.
         sizes[_SHARED] = (
             layers if whole[_SHARED] >= count else min(whole[_SHARED], max(0, layers - different))
         )
@@ -374,7 +374,7 @@ def _small_list(
         return [min(token, VOCABULARY - 1) for token in value]
     if name in ("attn_layer_indices", "cross_attention_layers") and value:
         return [layers - 1]
-    if list(value) == list(range(kept[0])):  # all layers, by their numbers
+    if list(value) == list(range(kept[0])):  # the list holds the numbers of all layers
         return list(range(layers))
     if len(value) == kept[0] > _STAGES:  # one entry for each layer
         return [_small_value(name, value[index], layers, heads) for index in kept[1]]

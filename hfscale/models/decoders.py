@@ -10,7 +10,7 @@ from .fields import query_key_value
 
 # The attention of LLaMA and of similar families
 _LLAMA_ATTENTION = Block(column=("q_proj", "k_proj", "v_proj"), row=("o_proj",))
-# The same, with norms of queries and keys, in families in which some layers read other layers' keys and values
+# LLaMA's attention with norms of queries and keys, for families in which some layers read other layers' keys and values
 _GEMMA_ATTENTION = replace(_LLAMA_ATTENTION, shared=("q_norm", "k_norm"), optional=True)
 _LLAMA_MLP = Block(column=("gate_proj", "up_proj"), row=("down_proj",), dropout=())
 # LLaMA's MLP with gate and up fused in one matrix
@@ -143,7 +143,7 @@ DECODERS: dict[str, Blueprint] = {
         conv=_SHORT_CONVOLUTION,
         feed_forward=_LFM_MLP,
     ),
-    # norms over all heads together
+    # the norms of queries and keys are over all heads together
     **dict.fromkeys(
         ("olmo2", "olmo3"),
         _llama(
@@ -243,6 +243,6 @@ DECODERS: dict[str, Blueprint] = {
             optional=True,
         ),
     ),
-    # transformers 5.17 has a plan of the dense layers only.
+    # The plan in transformers 5.17 covers only the dense layers.
     "qwen2_moe": _llama(_mixture("shared_expert", _EXPERTS)),
 }

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from .blueprint import Block, Blueprint, in_layers
 
-# BERT: residual and norm are inside `output`, after its dropout, so the block's edges are inside the attention module.
+# BERT: residual and norm are inside `output`, after its dropout, so the block ends inside the attention module.
 # The MLP consists of two children of the layer. If `output` has a dropout, the sum over ranks is computed at the
 # dropout's output, since an adapter may wrap the projection before it.
 _BERT_ATTENTION = Block(
@@ -234,7 +234,7 @@ ENCODER_DECODERS: dict[str, Blueprint] = {
         ),  # gate and up in one
     ),
     **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
-    # the attention of trocr takes the total width of its heads from its input, so it is not sharded (only the MLP is)
+    # trocr: attention derives the total width of heads from the width of its input, so only the MLP is sharded
     "t5gemma": _T5GEMMA,
     "trocr": Blueprint(layers="decoder.layers", blocks={"": _BART_MLP}),
 }

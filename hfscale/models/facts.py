@@ -120,7 +120,7 @@ def _meaning(name: str, value: Any, ends_texts: bool) -> Any:
             str(key): _meaning(str(key), each, ends_texts)
             for key, each in value.items()
             if key not in _UNREAD
-            and (ends_texts or key != "eos_token_id")  # which only ends generation
+            and (ends_texts or key != "eos_token_id")  # this id only ends generation
         }
     if isinstance(value, (list, tuple)):
         each = [_meaning(name, item, ends_texts) for item in value]

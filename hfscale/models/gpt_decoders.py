@@ -58,7 +58,7 @@ GPT_DECODERS: dict[str, Blueprint] = {
             row=("out_proj",),
             parts={"qkv_proj": 12, "out_proj": 4},
             head_groups=4,
-            # the first is read by transformers up to 5.23, the second since 5.24
+            # transformers up to 5.23 reads the first attribute, transformers from 5.24 on the second
             local_attributes=("num_attention_heads", "embed_dim"),
             dropout=("attn_pdrop",),
         ),

@@ -72,9 +72,7 @@ def kept_facts() -> KeptFacts:
 
 @cache
 def _situation() -> str:
-    """Return a folder name for everything on which answers depend in addition to the model: versions and proofs'
-    code.
-    """
+    """Return a folder name that is different for each combination of library versions and code of the proofs."""
     modules = {place.partition(":")[0] for place in added("proofs").values()}
     origins = [getattr(find_spec(module), "origin", None) for module in sorted(modules)]
     folders = sorted({Path(origin).parent for origin in origins if origin})

@@ -48,7 +48,7 @@ class _KeepFloat64(TorchFunctionMode):
             if func is nn.functional.grid_sample:
                 args = (args[0], args[1].double(), *args[2:])
         if func in _PRODUCTS and _differ(args[:2]):
-            # One operand was computed from integers, or is a router's weight, which some classes keep in 32 bits.
+            # One operand was computed from integers, or is a router's weight. Some classes keep them in 32 bits.
             args = (args[0].double(), args[1].double(), *args[2:])
         if func is torch.full and "dtype" not in kwargs:
             value = args[1] if len(args) > 1 else kwargs["fill_value"]

@@ -21,8 +21,8 @@ if TYPE_CHECKING:  # a plan is data: nothing here computes
 @dataclass(frozen=True)
 class Feature:
     """Hold the plan of one feature of a layout as numbers and names, in addition to cuts and reductions of parameters.
-    The part that runs the feature gets its plan by class from :meth:`PlanContents.feature`. Tables and programs read
-    the plans of all features.
+    The code that runs the feature gets the plan with :meth:`PlanContents.feature`, by the plan's class. Tables and
+    programs read the plans of all features.
     """
 
     def describe(self, plan: "PlanContents") -> list[str]:
@@ -203,7 +203,7 @@ class PlanContents:
 
     def local_names(self, rank: int) -> dict[str, str]:
         """Return, for the owned parameters on pipeline rank ``rank``, their names on this rank. A name differs if the
-        rank holds the tensor only under the second name of a tie.
+        rank holds a tied tensor only under its second name.
         """
         if rank not in self._local_names:
             names: dict[str, str] = {}

@@ -12,7 +12,7 @@ class ContextPlan(Feature):
     """Plan the sharding of sequences over context ranks."""
 
     method: str  # one of :data:`hfscale.names.CP_METHODS`
-    # Whether rows may have padding; some families count positions, or chunks, from the end of padding
+    # Whether rows may have padding; false for families that count positions, or chunks, from the end of padding
     pads: bool
     # token mixers other than attention by transformers' interface; every context rank runs them on full sequences
     whole: tuple[str, ...] = ()
@@ -74,10 +74,10 @@ class Exchange:
 
             gather       2 kv tokens   all keys and values, and the gradients that this rank adds to them
             ring         4 kv own      a block and the next one in transfer, and the gradients of both
-            heads        2 q own       queries that are sent, and those that are received
+            heads        2 q own       queries that are sent, and queries that are received
             heads_ring   like ring, with key heads replicated if there are fewer than ranks that exchange heads
 
-        Copies that collectives make in order to send are extra: at most as much again, over gloo.
+        Copies that collectives make in order to send are not included: over gloo, at most the same number of bytes.
         """
         if not self.between:
             return 0.0
@@ -106,8 +106,8 @@ def exchange_over(
 ) -> Exchange:
     """Return how ``size`` context-parallel ranks exchange keys and values by ``method``.
 
-    ``heads`` and ``key_heads`` are those on one tensor rank. Under ``heads_ring``, groups of ``together`` ranks
-    exchange heads.
+    ``heads`` and ``key_heads`` are the numbers of heads on one tensor rank. Under ``heads_ring``, groups of
+    ``together`` ranks exchange heads.
     """
     if size == 1:
         return NO_EXCHANGE

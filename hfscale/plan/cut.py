@@ -63,8 +63,8 @@ class Cut:
     def local_spans(
         self, length: int, rank: int, replicas: Callable[[int], bool]
     ) -> list[tuple[int, int]]:
-        """Return ``(start, stop)``, within the *shard* of ``rank``, of those parts for whose number of replicas the
-        predicate ``replicas`` is true.
+        """Return ``(start, stop)``, within the *shard* of ``rank``, of every part whose number of replicas the function
+        ``replicas`` accepts.
         """
         spans = self.spans(length, rank)
         result = []
@@ -108,7 +108,7 @@ def share_spans(
     ranks: dict[str, int],
 ) -> list[Spans]:
     """Return, per dim of a full tensor, the spans of the shard at coordinates ``ranks`` (axis -> rank). Adjacent spans
-    are joined.
+    are merged.
     """
     spans: list[Spans] = [[(0, size)] for size in shape]
     for cut in cuts:

@@ -28,9 +28,9 @@ class RecomputePlan(Feature):
     keep: tuple[
         str, ...
     ] = ()  # operators in ``layers`` whose results are kept (selective checkpointing)
-    # bytes that the layers of a rank may keep; ``None``: all ``layers`` are recomputed
+    # bytes of activations that the layers of a rank may keep; ``None``: all ``layers`` are recomputed
     budget: int | None = None
-    # tokens of the microbatch for which the budget holds; ``None``: those of the largest microbatch in the first step
+    # tokens of the microbatch for which the budget holds; ``None``: the largest microbatch of the first step counts
     tokens: int | None = None
 
     def describe(self, plan: PlanContents) -> list[str]:
@@ -111,8 +111,9 @@ def offloaded(plan: PlanContents) -> OffloadPlan:
 
 
 def refuse_aside(name: str, asked: str = "offload_optimizer=True") -> None:
-    """Raise :class:`ConfigError` for an optimizer that cannot update copies of weights, which option ``asked``
-    needs.
+    """Raise :class:`ConfigError` for an optimizer that cannot update weights in separate copies.
+
+    The option ``asked`` needs such copies.
     """
     if name in ("adafactor", "muon"):
         raise ConfigError(
@@ -167,7 +168,7 @@ class ProductsPlan(Feature):
 
 
 def counted(names: Sequence[str]) -> str:
-    """Return the kinds of modules among ``names``, each with how many there are."""
+    """Return the kinds of modules among ``names`` as text, each kind with its number of modules."""
     wild = [wild_name(name) for name in names]
     return ", ".join(f"{name} x{wild.count(name)}" for name in dict.fromkeys(wild))
 
@@ -181,7 +182,10 @@ def weights_in_8_bits(plan: PlanContents) -> frozenset[str]:
 
 
 def gathered_in_8_bits(plan: PlanContents) -> frozenset[str]:
-    """Return the parameters that data ranks gather in 8 bits: all in 8 bits, except those whose norms DoRA reads."""
+    """Return the parameters that data ranks gather in 8 bits.
+
+    These are the weights of matrix products in 8 bits, except the weights whose norms DoRA reads.
+    """
     planned = plan.feature(ProductsPlan)
     if planned is None or not planned.gathers or plan.layout.dp_shard == 1:
         return frozenset()
@@ -197,7 +201,7 @@ class TowersPlan(Feature):
     """
 
     text: str  # name of the text model; empty if the model itself is the text model
-    # modules and parameters outside the text model, except the head, and layers that read only the outputs of towers
+    # Modules and parameters outside the text model, except the head; and the layers that read only their outputs
     items: tuple[str, ...]
     parameters: int  # number of entries of their parameters
     read_inside: tuple[

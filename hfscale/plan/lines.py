@@ -11,8 +11,8 @@ from .modules import BlockPlan
 
 
 def describe_tensor(plan: PlanContents) -> list[str]:
-    """Return the lines about tensor-parallel communication: at the edges of blocks, at the embedding and at the
-    head.
+    """Return the lines about tensor-parallel communication: at the inputs and outputs of blocks, at the embedding and
+    at the head.
     """
     if not plan.blocks:
         return []
@@ -80,7 +80,7 @@ def describe_experts(plan: PlanContents) -> list[str]:
 
 
 def describe_parts(plan: PlanContents) -> list[str]:
-    """Return the lines about all features, then those about stages, each followed by an empty line."""
+    """Return the lines about all features, then the lines about stages. An empty line follows each group of lines."""
     features = [line for feature in plan.features for line in feature.describe(plan)]
     parts = [*describe_tensor(plan), *describe_sequence(plan), *features, *describe_experts(plan)]
     if plan.layout.data_world > 1:

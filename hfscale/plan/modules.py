@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Plan a tensor-parallel block: an attention or MLP module with collectives at its edges.
+    """Plan a tensor-parallel block: an attention or MLP module with collectives at its input and output.
 
     Fields without a comment are those of :class:`hfscale.models.blueprint.Block`, with full module names.
     """
@@ -74,7 +74,7 @@ class AdapterParameter:
     base: str
     kept_in: str  # attribute of PEFT's wrapper that holds the parameter, for example ``lora_A``
     transposed: bool = False  # whether ``base`` is stored as ``[in, out]``
-    # number of experts whose parameters lie side by side in this parameter; 0 if it belongs to one module
+    # number of experts whose parameters lie side by side in this parameter; 0 if the parameter belongs to one module
     experts: int = 0
     tied_to: str | None = None  # the name of another parameter that is the same tensor
     tokens: tuple[int, ...] = ()  # the rows of ``base`` that the rows of this parameter replace

@@ -62,7 +62,7 @@ def reductions_of(
 
     Args:
         cuts: the parameter's cuts.
-        partial: the axes over which its gradient is partial.
+        partial: the axes over which the parameter's gradient is partial.
         stages: the pipeline stages that hold the parameter, if several stages hold it as a tied tensor.
     """
 
@@ -125,7 +125,9 @@ class ParameterPlan:
         return max((cut.most_replicas for cut in self.cuts), default=1)
 
     def counted(self, ranks: dict[str, int]) -> tuple[int, list[tuple[int, int]]] | None:
-        """Return which entries of the local shard the rank at ``ranks`` counts: those whose first replica it holds.
+        """Return the entries of its local shard that the rank at ``ranks`` counts, so that each entry is counted once.
+
+        A rank counts the entries that no lower rank holds too.
 
         The result is a dim and spans ``(start, stop)`` along this dim, or ``None`` if the rank counts all its entries.
         """

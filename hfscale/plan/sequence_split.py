@@ -30,7 +30,7 @@ class Split:
 
     total: int
     size: int
-    # number of context ranks that count as one rank here, which has the tokens of all of them
+    # number of context ranks that this split treats as one rank, which has the tokens of the whole group
     together: int = 1
 
     @cached_property
@@ -102,7 +102,7 @@ class Split:
 
 
 def heads_fit(heads: int, key_heads: int, size: int) -> bool:
-    """Return whether ``size`` divides the number of query heads, and divides, or is divided by, that of key heads."""
+    """Return whether ``size`` divides the number of query heads, and divides or is a multiple of ``key_heads``."""
     return heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
 
 

@@ -50,8 +50,9 @@ def balance(
     """Return the number of layers of each stage, at least 1, such that the cost of the largest stage is minimal.
 
     The speed of a pipeline is that of its slowest stage (Huang et al. 2019, GPipe; Narayanan et al. 2019, PipeDream),
-    so only the largest stage matters. Among optima, those with the most even numbers of layers are preferred, and among
-    these the one with fewer layers in the first stages, where a schedule keeps the activations of most microbatches.
+    so only the largest stage matters. Of several optima, the one with the most even numbers of layers is returned. If
+    there are still several, the one with fewest layers in the first stages is returned, because a schedule keeps the
+    activations of most microbatches there.
 
     Args:
         work: the cost of each layer, in any unit.
@@ -72,7 +73,7 @@ def balance(
     ends = range(layers, layers - stages, -1)
     least: dict[int, int] = {layers: 0}
     for stage, end in zip(reversed(range(stages)), ends, strict=True):
-        # A longer stage costs more and leaves less for the rest, so the maximum is minimal where both costs cross.
+        # A longer stage costs more and leaves less for other stages, so the maximum is minimal where the costs cross.
         rest, row = least, dict[int, int]()
         for start in range(stage, end):
             stops = range(max(start + 1, min(rest)), end + 1)
@@ -218,9 +219,9 @@ class StagePlan:
         }
 
     def arrives(self, stage: int) -> tuple[bool, bool]:
-        """Return two flags: whether the stage begins before the decoder's first layer, and whether it begins after. A
-        stage that begins before receives the encoder's hidden states. A stage that begins after receives the decoder's
-        hidden states and the encoder's output.
+        """Return two flags: whether the stage begins before the decoder's first layer, and whether it begins after it.
+        A stage that begins before receives the encoder's hidden states. A stage that begins after receives the
+        decoder's hidden states and the encoder's output.
         """
         if self.stacks is None:
             return True, False

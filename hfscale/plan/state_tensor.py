@@ -7,7 +7,7 @@ follows from the planned cuts of the weight::
     several moments [2, R, C]               sharded like the weight, after an unsharded first dim
     means of the weight's rows [R]          sharded like dim R; ranks with different shards of C hold the same means
     scales of blocks of 256 entries         the blocks of the shard (:mod:`.quantized`)
-    any other tensor                        different on every rank, and useless in another layout
+    any other tensor                        different on every rank; cannot be loaded in another layout
 """
 
 from collections.abc import Sequence

@@ -59,7 +59,7 @@ def local_bytes(parameter: ParameterPlan, ranks: dict[str, int]) -> int:
 
 
 def weights_per_rank(plan: PlanContents) -> tuple[int, int]:
-    """Return the number of entries of all weights, and their bytes, on the pipeline rank with most bytes."""
+    """Return the number of entries and of bytes of all weights on the pipeline rank with most bytes."""
 
     def weights(rank: int) -> tuple[int, int]:
         once = {

@@ -83,7 +83,7 @@ def read_mark(directory: Path) -> Mark:
     """Return a directory's marker.
 
     Raises:
-        CheckpointError: the marker is missing or damaged; the text continues a sentence that begins with the directory.
+        CheckpointError: the marker is missing or damaged. The caller puts the directory's name before the error's text.
     """
     try:
         told: Any = json.loads((directory / MARK).read_bytes())

@@ -185,7 +185,7 @@ def open_checkpoint(directory: Path) -> dict[str, TensorOnDisk]:
     """Return lazy tensors of the model's weights in a checkpoint, by their names in the model.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read, has no model weights, or has those of a model in PEFT's wrapper.
+        CheckpointError: the checkpoint cannot be read, has no model weights, or has weights of a PEFT model.
     """
     checkpoint = DistributedCheckpoint(directory)
     tensors = {plain(str(path[-1])): checkpoint.tensor(path) for path in _weights(checkpoint)}

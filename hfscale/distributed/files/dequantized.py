@@ -25,9 +25,9 @@ _MORE = 32  # factor of ``_ENTRIES`` on a GPU, where each step has the cost of a
 class Along:
     """Describe how the words of a stored tensor correspond to the entries of the weight along one dim."""
 
-    # this number of entries of the weight belongs to ``words`` words of the stored tensor
+    # number of the weight's entries that belong to ``words`` words of the stored tensor
     entries: int = 1
-    words: int = 1  # 1 unless words are unpacked
+    words: int = 1  # number of words; 1 unless words are unpacked
     # unpacks ``[..., n x words]`` to ``[..., n x entries]``; ``None``: each word holds for all of its ``entries``
     unpack: Callable[[Tensor], Tensor] | None = None
 
@@ -129,7 +129,7 @@ class DequantizedOnDisk(TensorOnDisk):
         self.arithmetic = arithmetic
         self.transposed = transposed
         self.if_merged = if_merged
-        self.arithmetic_now = arithmetic  # the arithmetic in use: see :meth:`load_as`
+        self.arithmetic_now = arithmetic  # the function in use, chosen by :meth:`load_as`
         # stored tensors by name, each with its name in ``parts`` (``None`` if it is not in ``parts``)
         self.stored_as: dict[str, tuple[str | None, TensorOnDisk]] = {}
 

@@ -26,7 +26,7 @@ from .reader import TensorOnDisk
 from .weight_files import METADATA, SLICED, open_tensors, weight_files
 
 _CONFIG = "config.json"
-# prefixes of the names of weight files; names of a saved state's shards have other prefixes
+# names of weight files begin with these; names of a saved state's shards do not
 _OF_MODELS = ("model", "pytorch_model")
 _FULL = "pytorch_model_fsdp.bin"
 _OF_MEGATRON = "common.pt"  # a file of Megatron's distributed checkpoints, which stack layers under other names
@@ -173,7 +173,7 @@ def form_of(directory: Path) -> str | None:
 
 
 def has_weights(directory: Path) -> bool:
-    """Return whether a directory holds weights that hfscale reads: plain files, or those of another trainer."""
+    """Return whether a directory holds weights that hfscale reads: plain files, or files of another trainer."""
     return form_of(directory) is not None
 
 

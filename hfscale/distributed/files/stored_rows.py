@@ -24,7 +24,7 @@ from ..ops.quantized_weights import Encoding, as_bytes
 from .dequantized import Along, Arithmetic, DequantizedOnDisk, StoredPart, WordsInMemory
 from .reader import Box
 
-_ALIGNED = 8  # the words of a part begin at a multiple of this number of bytes
+_ALIGNED = 8  # bytes; the words of a part begin at a multiple of this
 
 # A stored weight, and the box of the parameter that the weight fills: ``(start, stop)`` per dim.
 Source = tuple[DequantizedOnDisk, Spans]
@@ -129,7 +129,7 @@ class _Piece(NamedTuple):
 
 
 class StoredRow:
-    """Read lazily the row of bytes, of a weight of two or three dims, of the rank at ``ranks``; see ``encoding``."""
+    """Read lazily the row of bytes that the rank at ``ranks`` holds of a weight with two or three dims."""
 
     def __init__(
         self, planned: ParameterPlan, sources: Sequence[Source], ranks: Mapping[str, int]

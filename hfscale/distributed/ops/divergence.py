@@ -189,7 +189,7 @@ class DivergenceTerms:
         if vocabulary.group is not None:
             sums = gathered(sums, vocabulary.group).sum(0)
         self._from_student, self._from_teacher, minus_entropy = sums
-        self.entropy = -minus_entropy.squeeze(1)  # [n], of the student, in nats
+        self.entropy = -minus_entropy.squeeze(1)  # [n], entropy of the student, in nats
 
     def losses(self) -> Tensor:
         """Return the divergences ``[n, 1]``, equal on all ranks."""

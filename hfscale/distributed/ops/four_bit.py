@@ -54,7 +54,7 @@ class FourBitEncoding(Encoding):
 
     @property
     def weight_bytes(self) -> int:
-        """The number of bytes of a row before its scales: those of the 4-bit values."""
+        """The number of bytes of a row's 4-bit values, which come before the row's scales."""
         return self.chunk[0] * self.blocks * BLOCK // 2
 
     @property

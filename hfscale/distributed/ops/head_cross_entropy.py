@@ -38,10 +38,11 @@ _CHUNK_ELEMENTS = 1 << 23  # logits of a chunk
 _CHUNK_ELEMENTS_GPU = 1 << 28
 # Least rows of a chunk: each chunk also reads the head's weight twice and its gradient once, which few rows make slow.
 _FEWEST_ROWS = 128
-_SMALL_ELEMENTS = 1 << 20  # fewer logits than these are not worth a chunk
+_SMALL_ELEMENTS = 1 << 20  # fewest logits of a chunk, unless all rows would be one chunk
 # not empty inside each_gradient_once; a list, because autograd's threads read it too
 _once: list[bool] = []
-_CHUNKS = 4  # chunks even if all rows fit into one; two if four chunks would have too few rows
+# number of chunks if all rows would fit into one chunk; two if four chunks would have too few rows
+_CHUNKS = 4
 
 
 class HeadRows:

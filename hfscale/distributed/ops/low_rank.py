@@ -41,7 +41,7 @@ class Term:
         self.factors: tuple[Tensor, Tensor] | None = None
 
     def added_to(self, grad: Tensor) -> Tensor:
-        """Return the gradient ``[..., in]`` with the term added; out of place if this pass is differentiated again."""
+        """Return the gradient ``[..., in]`` plus the term; a new tensor if this pass is differentiated again."""
         if self.factors is None:
             return grad
         thin, factor = self.factors
@@ -157,7 +157,7 @@ def _added(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | 
 
 
 def _differentiable(ctx: Any, grad: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Any:
-    """Return the gradients for a pass with ``create_graph``, from the inputs: ``h`` was saved without a graph."""
+    """Return the gradients for a pass with ``create_graph``, from the inputs, because the saved ``h`` has no graph."""
     given, own = ctx.types
     without_graph = ctx.term is not None and not x.requires_grad
     if without_graph or x.dtype != given or a.dtype != own:

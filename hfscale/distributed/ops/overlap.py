@@ -105,7 +105,7 @@ class Regather:
         self._pass = -1  # the number of the backward pass for which the tensor was gathered
 
     def gives(self, x: Tensor) -> Derive | None:
-        """Return how ``x`` is derived from the gathered tensor; ``None`` if ``x`` is not, or one of the two changed."""
+        """Return how ``x`` is derived from the gathered tensor; ``None`` if it is not, or if either has changed."""
         return next(
             (derive for known, version, derive in self._known if _is_still(x, known(), version)),
             None,
@@ -165,7 +165,7 @@ class Entry:
     The input tensor carries this object as an attribute, by which projections recognize the input.
     """
 
-    shape: torch.Size  # of the input
+    shape: torch.Size  # shape of the input
     kind: dict[str, Any]  # dtype and device of the input
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class Entry:
         ] = {}  # per projection that has run backward: gradient of its output [n, out], weight [out, in]
 
     def to_input(self, total: Tensor | None) -> Tensor:
-        """Return the gradient of the input: ``total``, from its other readers, plus the terms of all projections."""
+        """Return the gradient of the input: ``total``, from other readers of the input, plus all projections' terms."""
         left = self.left
         self.left = {}
         if asked := [(products, grad) for products, (grad, _) in left.items() if products.agrees]:
@@ -281,13 +281,13 @@ def enter_overlapped(
         weights: the weights of the projections that read the input; each with a flag whether it is stored transposed
             (``[in, out]``), and with the projection's products.
         reduce: starts the backward collective on the gradient of the input inside the region.
-        gather: starts the collective that makes the input inside the region from ``x``; ``None`` if that is ``x``.
+        gather: starts the collective that makes the input inside the region from ``x``; ``None`` if the input is ``x``.
         regather: whether to gather again in the backward pass, for the gradients of the weights, instead of saving the
             gathered tensor.
         agrees: whether the products exchange values with other ranks for the gradient of the input; the exchange is
             then made once for all projections.
     """
-    # flight: the started collective, between its launch and its wait
+    # flight: the started collective, between the nodes `launch` and `await`
     entry, flight = (
         Entry() if agrees else None,
         list[Started](),

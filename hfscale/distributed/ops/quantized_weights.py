@@ -26,7 +26,7 @@ class Encoding(ABC):
 
     # ``[matrices, rows, columns]`` of the gathered weight; a projection is one matrix.
     shape: tuple[int, int, int]
-    dtype: torch.dtype  # the dtype of its values
+    dtype: torch.dtype  # the dtype of the decoded values
     # dtype in which experts compute; ``None`` for the dtype of their input. Projections have their own setting instead.
     compute_dtype: torch.dtype | None
 

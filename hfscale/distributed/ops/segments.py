@@ -1,8 +1,8 @@
 """Run the convolutions and scans of stock mixers (state-space layers, recurrences) segment by segment.
 
-With context parallelism a sequence is divided into pieces, and each rank holds some of them. A segment is the part of
-one document in one piece. The state of a scan is zero at the start of a document. At the start of a later piece of the
-document it is the state at the end of the piece before, which a :class:`RankChain` sends between ranks::
+With context parallelism a sequence is divided into pieces, and each rank holds an early and a late piece. A segment is
+the part of one document in one piece. The state of a scan is zero at the start of a document. At the start of a later
+piece of the document it is the state at the end of the piece before, which a :class:`RankChain` sends between ranks::
 
     row     [a a a b b b|b b c c c c]        rank 0 has the piece before the bar, rank 1 the piece after it
     scan     a: from a zero state
@@ -48,11 +48,11 @@ Interval = tuple[int, int]
 class RankChain:
     """Send the states of scans between ranks that hold consecutive pieces of sequences.
 
-    The ``index`` of a piece counts the pieces of this rank: 0 for the early piece, 1 for the late one.
+    The ``index`` of a piece numbers the pieces of this rank: 0 for the early piece, 1 for the late piece.
     """
 
     split: Split  # how sequences are divided over the context ranks
-    rank: int  # this rank's index among them
+    rank: int  # this rank's index among the context ranks
     # first tokens of the documents in the sequence: one tuple per row, or one tuple for all rows
     starts: tuple[tuple[int, ...], ...] | None
     group: dist.ProcessGroup

@@ -2,7 +2,7 @@
 
 Each rank reduces its logits ``[N, V/t]`` to a few numbers per row, and one all-gather combines these numbers::
 
-    log p(target)  = z_target - lse              lse  = logsumexp over ranks r of lse_r, that of the rank's slice
+    log p(target)  = z_target - lse              lse  = logsumexp over ranks r of lse_r, the logsumexp of a rank's slice
     entropy        = lse - E[z]                  E[z] = sum over ranks of exp(lse_r - lse) E_r[z]
     log sum of p^2 = logsumexp(2 z) - 2 lse
     mean of z; whether the target is the token with the largest z (the first one if several are equal)

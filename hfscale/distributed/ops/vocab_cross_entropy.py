@@ -12,8 +12,8 @@ pass needs no communication.
     rank 1: logits[:, V/2:] -> lse1, target1 --+              loss = sum(lse - (target0 + target1))
 
 Rows are processed in blocks, in float32 (float64 for float64 logits), so that no second ``[N, V/t]`` buffer in that
-dtype is needed. :class:`RowTerms` implements the arithmetic, both for this operator and for the one that also runs the
-head (:mod:`hfscale.distributed.ops.head_cross_entropy`).
+dtype is needed. :class:`RowTerms` implements the arithmetic, both for this operator and for the operator that also runs
+the head (:mod:`hfscale.distributed.ops.head_cross_entropy`).
 """
 
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ class VocabularySlice:
     """Describe this rank's slice of the vocabulary."""
 
     start: int  # the first token id of this rank's slice
-    size: int  # token ids in the full vocabulary
-    widest: int  # token ids in the longest slice, equal on all ranks
+    size: int  # number of token ids in the full vocabulary
+    widest: int  # number of token ids in the longest slice; equal on all ranks
     # The group of the tensor-parallel ranks; ``None`` if this rank holds the full vocabulary.
     group: dist.ProcessGroup | None = None
     # Fraction of the target's probability that is spread evenly over the full vocabulary.
@@ -48,7 +48,7 @@ class VocabularySlice:
 class Targets:
     """Hold, for some rows, the columns of their targets in this rank's logits, ``[n, 1]``."""
 
-    places: Tensor  # column in this rank's slice; 0 for a target outside of it
+    places: Tensor  # column in this rank's slice; 0 for a target outside of the slice
     # whether the target is outside of the slice; ``None`` if all targets are inside
     missed: Tensor | None
 
@@ -73,7 +73,7 @@ class Targets:
         return [Targets(*pair) for pair in zip(places, missed, strict=True)]
 
     def kept(self, values: Tensor) -> Tensor:
-        """Return ``values``, ``[n, 1]`` or one for all rows, with 0 for rows whose target is outside of the slice."""
+        """Return ``values`` (``[n, 1]``, or one value for all rows), 0 for rows with a target outside the slice."""
         if self.missed is None:
             return values if values.ndim else values.expand(self.places.shape)
         return values.masked_fill(self.missed, 0)

@@ -46,7 +46,7 @@ _NO_TOKENS = (
     "num_items_in_batch",
     "output_attentions",
 )
-# How the queries of one interval of tokens read the keys of another interval: the kinds of a block of the mask.
+# The kinds of a block of the mask. A block holds the queries of one interval of tokens and the keys of another.
 SKIPPED = "skipped"
 FULL = "full"
 CAUSAL = "causal"
@@ -67,14 +67,14 @@ class CutBatch:
     position_ids: Tensor | None = None
     # ``[b, s]``: which example of a packed row each token is in; ``None``: every row is one example
     documents: Tensor | None = None
-    # the positions at which documents begin: one entry per row, or a single entry if all rows have the same positions
+    # the positions at which the documents begin: a list per row, or one list if all rows are equal
     starts: tuple[tuple[int, ...], ...] | None = None
     # the arguments that features add to a forward pass, by name
     added: Mapping[str, BatchField] = field(default_factory=dict)
 
     @property
     def cut_first(self) -> tuple[str, ...]:
-        """The arguments that are sharded before the model even if its text model's inputs are sharded inside."""
+        """The arguments that are sharded before the model runs, even if other inputs are sharded at the text model."""
         return (*_CUT_FIRST, *self.added)
 
     def places(self, device: torch.device | None = None) -> Tensor:
@@ -244,13 +244,13 @@ class MaskBlocks:
 
     @cached_property
     def members(self) -> tuple[list[Tensor], Tensor]:
-        """For each rank of this group, its tokens' indices in the group's tokens; and the inverse permutation."""
+        """Each rank's token indices among the tokens of the group, and the permutation that restores their order."""
         places = self.batch.split.members(self.batch.rank, self.device)
         return places, torch.cat(places).argsort()
 
     @cached_property
     def dense(self) -> Any:
-        """The mask of all tokens as transformers makes it for the model."""
+        """The mask of all tokens in the form in which transformers makes it for the model."""
         return self.host(self.function)
 
     def to(self, dtype: torch.dtype) -> "MaskBlocks":
@@ -277,7 +277,7 @@ class MaskBlocks:
 
     @cached_property
     def without_idle(self) -> "MaskBlocks":
-        """This mask without ``idle``: queries that may read no key read nothing."""
+        """This mask without ``idle``: a query that may read no key reads nothing, instead of all keys equally."""
         return self if self.idle is None else replace(self, idle=None, _kinds={}, _others={})
 
     def of_groups(self, size: int) -> "MaskBlocks":
@@ -316,7 +316,7 @@ class MaskBlocks:
         ):
             for start in range(*rows, _ROWS):
                 block = self.block((start, min(start + _ROWS, rows[1])), columns)
-                # Windows and documents at least as long as the interval leave the block exactly causal.
+                # If windows and documents are at least as long as the interval, the block is exactly causal.
                 below = torch.ones_like(block[0, 0]).tril(start - columns[0])
                 here = torch.stack(
                     [

@@ -6,8 +6,9 @@
     blocks of k, v come from a source: all-gathered, passed around a ring, or this rank's own
 
 Saved for the backward pass are this rank's q, k, v, output and log-sum-exp. In the backward pass the source provides
-the blocks of k and v once more, and returns their gradients to the ranks that computed them. The mask is evaluated per
-pair of intervals of tokens; for a causal mask no mask tensor is ever allocated.
+the blocks of k and v once more, and returns their gradients to the ranks that computed k and v. A rank's tokens are a
+few intervals of the sequence. The mask is evaluated for one pair of intervals (of queries and of keys) at a time; for a
+causal mask no mask tensor is ever allocated.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -106,7 +107,7 @@ class _Attention(torch.autograd.Function):
                 block = reading.block(rows, columns, q.dtype)
                 part = reading.kernel.forward(queries[i], keys[j], values[j], block)
                 merged[i] = _merged(*merged[i], *part) if i in merged else part
-        for i in set(range(len(queries))) - set(merged):  # intervals whose queries read no key
+        for i in set(range(len(queries))) - set(merged):  # intervals of queries that read no key
             out = q.new_zeros((*queries[i].shape[:3], v.shape[-1]))
             merged[i] = (
                 out,

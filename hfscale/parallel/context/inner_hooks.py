@@ -123,7 +123,10 @@ def _on_tokens(value: Any, tokens: int, change: Callable[[Tensor], Tensor]) -> A
 
 
 def _padding(value: Tensor | None, batch: CutBatch) -> Tensor | None:
-    """Return the padding mask of all tokens, in the dtype of ``value``; ``None`` without padding and ``value``."""
+    """Return the padding mask of all tokens, in the dtype of ``value``.
+
+    Return ``None`` if there is neither padding nor a ``value``.
+    """
     if batch.padding is None:
         return None if value is None else value.new_ones(len(value), batch.split.total)
     return batch.padding.to(batch.padding.dtype if value is None else value.dtype)
@@ -137,7 +140,7 @@ def read_alone(
 
 
 def counting_tables(model: nn.Module) -> list[nn.Module]:
-    """Return the position embeddings that count the tokens of their input; none if ``model`` takes ``position_ids``."""
+    """Return position embeddings that number their input's tokens; none if ``model`` takes ``position_ids``."""
     if takes_argument(model, "position_ids"):  # which the model passes to the position embeddings
         return []
     tables = list[nn.Module]()
@@ -150,7 +153,7 @@ def counting_tables(model: nn.Module) -> list[nn.Module]:
 
 
 def ask_for_all_positions(model: nn.Module) -> list[Any]:
-    """Make rotary and position embeddings count positions as in full sequences; return the hooks' handles."""
+    """Make rotary and position embeddings use positions in the full sequence; return the hooks' handles."""
     tables = counting_tables(model)
     handles: list[Any] = [
         table.register_forward_pre_hook(_by_places, with_kwargs=True) for table in tables

@@ -1,8 +1,9 @@
 """Compute attention over one block of keys: the output, and the log-sum-exp of its scores.
 
 Torch's flash kernels (Dao et al. 2022) never hold scores in memory. They support neither softcap nor dropout, and on
-CUDA no mask except a causal one, so on CUDA the kernel is chosen per block of keys. :class:`ScoreKernel` supports
-everything, and holds the scores of some rows at a time in memory.
+CUDA no mask but a causal one, so on CUDA the kernel is chosen for each block of the mask (queries of one interval of
+tokens, keys of another). :class:`ScoreKernel` supports everything, and holds the scores of some rows at a time in
+memory.
 
 Shapes: queries ``[b, h, rows, d]``, keys and values ``[b, h / g, columns, d]``, outputs like queries, log-sum-exps
 ``[b, h, rows]``. The log-sum-exp of a row that reads no key is minus infinity.
@@ -39,7 +40,7 @@ class ScoreBlock:
     first: int = 0  # index of the first row in the whole block, for the causal mask
 
     def of_rows(self, rows: slice) -> "ScoreBlock":
-        """Return the block for some of the rows."""
+        """Return the description of the block's rows ``rows``."""
         if rows.start == 0 and rows.stop is None:
             return self
         bias = None if self.bias is None else self.bias[:, :, rows]
@@ -52,7 +53,11 @@ class ScoreBlock:
 def kernel_for(
     q: Tensor, scale: float, softcap: float | None, dropout: float, idle: bool = False
 ) -> "Kernel":
-    """Return the fastest kernel that supports these queries with every mask: none, causal, or any other."""
+    """Return the fastest attention kernel that supports these queries.
+
+    The kernel runs blocks (queries of one interval of tokens, keys of another) with every kind of mask: full, causal,
+    or any other. With ``idle``, some queries read all keys with equal weight.
+    """
     plain = softcap is None and not dropout and not idle
     if plain and q.device.type == "cpu":
         return FlashOnCpu(scale)
@@ -183,7 +188,7 @@ class ScoreKernel:
         v: Tensor,
         block: ScoreBlock,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradient of some query rows, and their terms of k's and v's gradients, in the dtype of scores."""
+        """Return the gradient of some query rows, and these rows' terms of k's and v's gradients, in scores' dtype."""
         scores, slope = self._scores(q, k, block)
         wide = scores.dtype
         grad_ = _grouped(grad, k).to(wide)

@@ -1,4 +1,4 @@
-"""Run one attention call over context ranks, by the method of the plan, or the one that fits the call's shapes."""
+"""Run one attention call over context ranks, by the plan's method or by a method that fits the call's shapes."""
 
 from collections.abc import Sequence
 from math import prod
@@ -21,9 +21,9 @@ from .kernels import kernel_for, padded_width
 class HeadExchange:
     """All-to-all between sharding by tokens and by heads (Jacobs et al. 2023, Ulysses).
 
-    :meth:`to_heads` maps ``[b, h, s/n, d] -> [b, h/n, s, d]``, and :meth:`to_tokens` maps back; each is the gradient of
-    the other. If there are more ranks than heads, groups of ranks exchange heads for the tokens of the group, and keys
-    and values travel around a ring of these groups (Fang and Zhao 2024).
+    :meth:`to_heads` maps ``[b, h, s/n, d] -> [b, h/n, s, d]``, and :meth:`to_tokens` maps back; each map is the
+    gradient of the other. If there are more ranks than heads, groups of ranks exchange heads for the tokens of the
+    group, and keys and values travel around a ring of these groups (Fang and Zhao 2024).
 
     Args:
         members: for each rank of ``group``, the positions of its tokens among the tokens of the group.

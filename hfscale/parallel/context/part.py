@@ -38,7 +38,8 @@ class ContextParallel(Part, ContextAxis):
     def __init__(self) -> None:
         self._override: AttentionOverride | None = None
         self._stack: list[ExitStack] = []
-        # Forward passes and their batches, for layers that need their batch when recomputed; ``None``: no such layers.
+        # Forward passes and their batches, for layers that read the batch when they are recomputed; ``None``: no such
+        # layers.
         self._passes: ForwardPasses[CutBatch | None] | None = None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
@@ -121,7 +122,7 @@ class ContextParallel(Part, ContextAxis):
                 "rank: pack the examples into rows without padding, or use cp_size=1"
             )
         own = Microbatch({**part, _BATCH: whole})
-        # Labels are shifted already, and transformers must not take jumps of the positions for starts of examples.
+        # Labels are shifted already. transformers must not read a jump of the positions as the start of an example.
         own.shifted = True
         own.tokens = whole.split.length(whole.rank)
         own.parts = batch.parts

@@ -20,12 +20,12 @@ from ...plan.sequence_split import heads_fit
 
 _CUT_INSIDE = ("visual_pos_masks", "per_layer_inputs", "deepstack_visual_embeds")
 """Inputs of multimodal models' text models, in addition to the embeddings, that :mod:`.cut_batch` shards by token."""
-_MANY = 8  # layers of the largest clone
+_MANY = 8  # number of layers of the largest tiny clone
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_heads")
 
 
 def plan_context(draft: Draft) -> None:
-    """Check on a tiny clone that the model's sequences can be sharded, and plan it; do nothing if ``cp_size`` is 1."""
+    """Check on a tiny clone that sequences can be sharded, and plan their sharding; do nothing if ``cp_size`` is 1."""
     size = draft.layout.cp
     if size == 1:
         return
@@ -97,11 +97,11 @@ class _Reading:
     mixing: str  # the reason why sequences cannot be sharded; empty if they can be sharded
     pads: bool = False  # whether padded batches are supported
     kinds: Collection[str] = ()  # names of the classes of token mixers that run on full sequences
-    # names of the classes of mixers that run on a rank's tokens from the state of the tokens before
+    # names of the classes of mixers that run on a rank's own tokens, starting from the state after the preceding tokens
     handing: Collection[str] = ()
     reads_masks: Collection[str] = ()  # the ``kinds`` that are attention in a family's own code
     whole_mask: bool = False  # whether the model needs the attention_mask of all tokens
-    seen: Collection[str] = ()  # names of all classes of modules in the clone's layers
+    seen: Collection[str] = ()  # names of the classes of all modules in the clone's layers
 
 
 def _find(draft: Draft, text: str, layers: dict[str, nn.Module]) -> _Reading:
@@ -139,7 +139,7 @@ def _find(draft: Draft, text: str, layers: dict[str, nn.Module]) -> _Reading:
 
 
 def _is_tokenwise(draft: Draft, name: str, module: nn.Module) -> bool:
-    """Return whether a module that the clone lacks is known to compute each token by itself."""
+    """Return whether a module that is missing from the clone is known to compute each token separately."""
     mixture = any(f"{each.name}.".startswith(f"{name}.") for each in draft.mixtures)
     return mixture or is_tokenwise(module) or "MLP" in type(module).__name__
 
@@ -172,8 +172,8 @@ def _heads(draft: Draft) -> tuple[int, int]:
 
 
 def _share_out_heads(draft: Draft, size: int, heads: int, keys: int) -> int:
-    """Return the number of ranks that exchange heads (1 for other methods). Add a problem to ``draft`` if the heads do
-    not divide over the ranks.
+    """Return the number of ranks that exchange heads; 1 for methods that do not exchange heads. Add a problem to
+    ``draft`` if the heads do not divide evenly over the ranks.
     """
     method = draft.layout.cp_method
     if method not in ("heads", "heads_ring"):

@@ -44,7 +44,7 @@ class DataParallel(Part, DataAxes):
         self._wrapped = shard.wrapped_modules(model)
         if weights is not None:
             install_local_weights(model, weights.tensors, plan, mesh)
-        # With stages, placeholders refuse such calls, and hfscale itself calls the base model for decoder inputs.
+        # with pipeline stages, placeholders refuse such calls, and hfscale calls the base model for decoder inputs
         if plan.stages is None:
             shard.refuse_calls_past_the_model(model)
         if compresses(plan):
@@ -72,7 +72,7 @@ class DataParallel(Part, DataAxes):
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> AbstractContextManager[None]:
-        """If a step raises, free the tensors that FSDP2 holds for the step, such as a microbatch's gradients."""
+        """If a step raises, drop FSDP2's state of the step, such as a microbatch's gradients, before the next step."""
         return shard.forgotten_if_it_raises(self._model)
 
     def left_out(self) -> list[Tensor]:
@@ -95,7 +95,7 @@ class DataParallel(Part, DataAxes):
                 compressor.put_state(saved, runtime.mesh.device)
 
     def around_interleaved(self, runtime: Runtime, backward: bool) -> AbstractContextManager[None]:
-        """Reduce gradients once, after the ``with`` block; gather weights once or (``weights_regather``) per pass."""
+        """Reduce gradients once, after the ``with`` block; gather weights once (``weights_regather``: per pass)."""
         regather = bool(runtime.mesh.layout.weights_regather)
         return shard.one_reduction(runtime.model, backward=backward, regather=regather)
 

@@ -107,7 +107,7 @@ def refuse_calls_past_the_model(model: Any) -> None:
 
 
 def give_up_whole_weights(model: Any) -> None:
-    """Make the model reshard its parameters after a pass without gradients.
+    """Make the model reshard its parameters after every forward pass without gradients.
 
     FSDP2 leaves gathered weights registered as parameters, for a backward pass. An optimizer that is made at that time
     would update these temporary weights in vain, and ``zero_grad`` would miss every gradient. Weights that an earlier
@@ -263,7 +263,7 @@ def _layers(
 
 
 def _found_by_any(mesh: Mesh, here: list[bool]) -> list[bool]:
-    """Return, for each flag in ``here``, whether it is true on any data rank."""
+    """Return, for each flag in ``here``, whether the flag is true on any data rank."""
     anywhere = torch.tensor(here, dtype=torch.uint8, device=mesh.device)
     for group in mesh.loss_groups:
         dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=group)

@@ -21,7 +21,7 @@ all-to-alls of ``h`` numbers per row.
 The experts of a rank compute tokens of several distinct batches. Gradients are averaged over all distinct batches on
 the data axes, but gradients of experts are averaged over fewer ranks or none. Therefore gradients are divided by the
 missing factor (``batches``) where they enter the experts' backward pass, and multiplied by ``batches`` where they
-leave.
+leave this pass.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class Routes:
 
     @property
     def tokens(self) -> Tensor:
-        """Token index of each route in ``order``."""
+        """The index of the token of each route in ``order``."""
         return self.order if self.shape[1] == 1 else self.order // self.shape[1]
 
     def to_experts(self, rows: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ class Pass:
 
     real: Tensor  # ``[b, s]``, true for tokens that are not padding
     tokens: Tensor  # the number of tokens, without padding, by which router losses of this pass are divided
-    seed: int | None = None  # of the routers' random draws; ``None``: routers draw nothing
+    seed: int | None = None  # seed of the routers' random numbers; ``None``: routers draw none
     # the gradient of the step's loss, set in the backward pass; ``None`` without a loss
     scale: Tensor | float | None = None
     # batch size and tokens per sequence on each expert rank; empty until a layer needs them
@@ -97,11 +97,11 @@ def real_tokens(batch: Mapping[str, Any]) -> Tensor:
         )
     samples, length = tokens.shape[:2]
     mask = batch.get("attention_mask")
-    if isinstance(mask, Mapping):  # by kind of layer
+    if isinstance(mask, Mapping):  # one mask for each kind of layer
         mask = mask.get("full_attention", next(iter(mask.values()), None))
     if mask is None:
         return torch.ones(samples, length, dtype=torch.bool, device=tokens.device)
-    if mask.ndim == 2 and mask.shape[1] >= length:  # longer with a cache
+    if mask.ndim == 2 and mask.shape[1] >= length:  # a mask is longer with a cache
         return mask[:, mask.shape[1] - length :].to(tokens.device, torch.bool)
     if mask.ndim == 4 and mask.shape[-2] == length <= mask.shape[-1]:
         itself = mask[:, 0].diagonal(mask.shape[-1] - length, -2, -1).to(tokens.device)
@@ -127,8 +127,8 @@ def _added(loss: Tensor, share: Tensor, current: Pass) -> Tensor:
 
 def attach(x: Tensor, share: Tensor, current: Pass, times: float) -> Tensor:
     """Return the activation ``x`` unchanged. In the backward pass of ``x``, also run the backward pass of ``share``, a
-    scalar term of the loss, with ``times`` its gradient. The term therefore needs no path to the loss out of recomputed
-    layers or pipeline stages.
+    scalar term of the loss, with the term's gradient multiplied by ``times``. The term therefore needs no path to the
+    loss out of recomputed layers or pipeline stages.
     """
 
     def backward(grad: Tensor) -> Any:

@@ -63,7 +63,7 @@ class RouterLogits:
         self._latest = output if isinstance(output, Tensor) else output[self._place]
 
     def take(self, n: int, count: int, name: str) -> Tensor:
-        """Return the recorded router logits as ``[n, experts]``, and forget them."""
+        """Return the recorded router logits as ``[n, experts]``, and drop the record."""
         logits = self._latest
         self._latest = None
         if logits is None or logits.shape[-1] != count or logits.numel() != n * count:
@@ -85,7 +85,7 @@ class Routing:
         self.asked = False
         # contexts of the model's forward passes; ``None`` if no layer needs them
         self.passes = ForwardContexts(options.draws) if options.needs_tokens else None
-        # By the name of the experts' module: tokens per expert, and the routers' biases to update.
+        # name of the experts' module -> the layer's counter of tokens per expert, and the router bias to update
         self.counters: dict[str, LayerCounter] = {}
         self.biases: dict[str, ChoiceBias] = {}
 
@@ -119,7 +119,7 @@ class Routing:
             self._move_biases()
 
     def note_scale(self, scale: float) -> None:
-        """Set the loss gradient of the latest pass's router losses, on a pipeline stage that does not have the loss."""
+        """Set the factor of the latest pass's router-loss gradients, on a stage that does not compute the loss."""
         if self.passes is not None and self.passes.latest.loss is not None:
             self.passes.latest.scale = scale
 
@@ -291,8 +291,10 @@ class LayerRouting:
     def _rerouted(
         self, logits: Tensor, k: int, now: Pass, own: "_OwnTokens"
     ) -> tuple[Tensor, Tensor]:
-        """Return each token's experts (``index``) and their weights, chosen by the router that the options name. Random
-        numbers are drawn for all tokens, so that all tensor ranks draw the same numbers.
+        """Return each token's experts (``index``) and their weights, chosen by the router that the options name.
+
+        Every tensor rank draws random numbers for all tokens and uses those of its own tokens, so all ranks draw the
+        same numbers.
         """
         options, (samples, tokens) = self.options, now.real.shape
         if options.router == "switch":
@@ -334,8 +336,8 @@ class LayerRouting:
     def _routes_within_capacity(
         self, factor: float, index: Tensor, now: Pass, own: "_OwnTokens"
     ) -> tuple[Tensor, Tensor]:
-        """Return which routes ``[b, s, k]`` are within the capacity, and every route's place in the queue of its
-        expert, counted over the tokens of all tensor ranks.
+        """Return which routes ``[b, s, k]`` are within the capacity, and every route's place in its expert's
+        queue, counted over the tokens of all tensor ranks.
         """
         count = self.planned.count
         whole = index.where(own.real.unsqueeze(-1), count)  # padding uses no capacity

@@ -50,7 +50,7 @@ class Mixture:
         weights: Tensor,
     ) -> Tensor:
         """Return ``[n, h]``, the result of the stock ``experts(hidden [n, h], index [n, k], weights [n, k])``, by
-        sending tokens to the ranks of their experts; ``experts`` are those of this rank.
+        sending tokens to the ranks of their experts. ``experts`` holds the experts of this rank.
         """
         choice = self.routing.choose(index, weights)
         if choice.places is None:
@@ -69,7 +69,7 @@ class Mixture:
         index: Tensor,
         weights: Tensor,
     ) -> Tensor:
-        """Send a shard of the tokens from each tensor rank; or all-reduce outputs if this sends no more bytes."""
+        """Send a shard of the tokens from each tensor rank; all-reduce outputs instead if that sends no more bytes."""
         if self.shares is None or self.routing.is_cut():
             return self._exchanged(experts, hidden, index, weights)
         if self.batches == 1 and 2 * index.shape[1] >= dist.get_world_size(self.shares):
@@ -130,8 +130,8 @@ def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> R
     """Make expert modules exchange tokens with other ranks, and return their common routing state.
 
     Return ``None``, and leave the modules stock, if there is one expert rank and no ``options``, and none of these
-    holds: the experts are quantized or have adapters, their shards have sizes that torch's grouped matmul rejects, or
-    their autocast copies are kept for several microbatches.
+    is true: the experts are quantized or have adapters, their shards have sizes that torch's grouped matmul rejects, or
+    autocast copies of their weights are kept for several microbatches.
 
     Call this before tensor parallelism is installed, whose hooks may replace parameters of experts.
     """

@@ -72,7 +72,7 @@ class ExpertRouting(Part):
     def around_stage_pass(
         self, runtime: Runtime, arrives: int | None, leaves: bool
     ) -> Iterator[None]:
-        """Set the scale of the model's loss for this stage's router losses, before their backward pass."""
+        """Scale this stage's router losses like the model's loss, before the backward pass of the router losses."""
         yield
         if leaves and self.routing is not None:
             self.routing.note_scale(runtime.loss_factor())

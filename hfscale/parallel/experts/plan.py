@@ -57,8 +57,8 @@ def expert_cuts(
     cuts: list[Cut],
 ) -> list[Cut]:
     """Return all cuts of an expert parameter: first over the expert axis, then ``cuts`` over the tensor axis, then over
-    the data axis. The data axis shards by experts too, or, if a rank's experts do not divide evenly, by rows of every
-    expert.
+    the data axis. Data ranks get different experts or, if a rank's experts do not divide evenly, different rows of
+    every expert.
     """
     cuts = [Cut("ep", 0, layout.ep), *cuts]
     shards = layout.size("edp_shard")

@@ -92,7 +92,7 @@ class _Pass:
     given: Tensor | None  # ``[b, s, layers, k]`` of this rank's tokens; ``None``: routers choose
     # the arguments of the forward pass if its routes are recorded, else ``None``
     batch: Microbatch | None
-    # By the layer's index among the MoE layers.
+    # index of a layer among the MoE layers -> the layer's choice of experts
     choices: dict[int, _Choice] = field(default_factory=dict)
 
 
@@ -145,7 +145,7 @@ class RouteReplay(Part):
         refusal: ConfigError | None = None
         try:
             self._hook(runtime)
-        except ConfigError as error:  # about an MoE layer that only this stage has
+        except ConfigError as error:  # the error is about an MoE layer that only this stage has
             refusal = error
         if runtime.mesh.largest(refusal is not None)[0]:
             raise refusal or ConfigError(
@@ -250,15 +250,15 @@ def record_routes(model: nn.Module) -> AbstractContextManager[list[Tensor]]:
     Enter and leave the block on every rank. At the end of the block the list has one tensor for each batch of the
     block's steps: integers ``[rows, tokens, MoE layers, k]`` on the CPU, the experts of each token.
 
-    ``routes=`` takes any ``k`` different experts per token in any order, or ``k`` times -1 where the router is to
-    choose. The experts' weights, with gradients, are computed by the live router. Layers that are recomputed inside the
-    block use the experts of the first forward pass, since rounding could change the choice.
+    ``routes=`` takes any ``k`` different experts per token in any order, or ``k`` times -1 for a token whose experts
+    the router shall choose. The experts' weights, with gradients, are computed by the live router. Layers that are
+    recomputed inside the block use the experts of the first forward pass, since rounding could change the choice.
 
     Raises:
         ConfigError: the model's routers do not choose by one top-k, or ``routing=`` replaces their choice.
     """
     runtime = runtime_of(model)
-    # A model without mixtures has no replay; a new one raises the reason.
+    # A model without MoE layers has no replay; a new RouteReplay raises an error with the reason.
     return (runtime.part(RouteReplay) or RouteReplay()).record(runtime)
 
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-_ROUNDING = 1e-9  # 1.1 * 10 is a little more than 11
+_ROUNDING = 1e-9  # subtracted before rounding up, because in floating point 1.1 * 10 is a little more than 11
 _Number = TypeVar("_Number", int, Tensor)
 
 
@@ -103,7 +103,7 @@ def queue_places(index: Tensor, count: int) -> Tensor:
     """
     samples, tokens, k = index.shape
     queues = torch.arange(samples, device=index.device).view(-1, 1, 1) * (count + 1) + index
-    # All first choices of a sequence, then all second ones.
+    # All first choices of a sequence, then all second choices.
     flat = queues.transpose(1, 2).reshape(-1)
     order = flat.argsort(stable=True)
     lengths = count_each(flat, samples * (count + 1))
@@ -160,7 +160,7 @@ def balance_loss(sums: Tensor) -> Tensor:
     routes = sums[:, :count]
     mass = sums[:, count : 2 * count]
     share = routes / routes.sum(1, keepdim=True).clamp(min=1)
-    # The division by the number of tokens in the mean probability, and the multiplication of the loss by it, cancel.
+    # The mean probability divides by the number of tokens, and the loss is multiplied by this number: the two cancel.
     return count * (share * mass).sum()
 
 

@@ -6,9 +6,9 @@ Each step begins with one exchange of integers between ranks, in which every ran
 
 The sums are computed on the device, and the exchange appends them to the numbers from the CPU.
 
-A tied tensor (an embedding on the first stage and the head tied to it on the last) gets, on every stage that holds it,
-the sum of the gradients of all these stages. Copies that start equal therefore stay equal under any optimizer that
-works elementwise or tensor by tensor.
+A tied tensor, for example an embedding on the first stage that is the head's weight on the last stage, has a copy on
+several stages. Every copy gets the sum of the gradients of all copies. Copies that start equal therefore stay equal
+under any optimizer that works elementwise or tensor by tensor.
 """
 
 from collections.abc import Iterator
@@ -68,7 +68,7 @@ class StageAgreement:
         self._own_stages: dict[str, list[int]] = {}
         self._reports: list[_Report] = []
         self._thawed: set[int] = set()  # stages with a tied tensor that trains
-        # alone: whether this rank runs without the other ranks; all stages are then assumed to train
+        # alone: whether this rank runs without the other ranks; if so, all stages are assumed to train
         # loss_type: the dtype of the loss, which only ranks with the last stage compute
         self.loss_type = torch.float32
         self.alone = False
@@ -178,7 +178,10 @@ class StageAgreement:
 
 
 def _sum_of_bits(parameter: Tensor) -> Tensor:
-    """Return the sum of the entries' bits, read as integers, ``[1]``: exact in any order of summation."""
+    """Return the sum ``[1]`` of a tensor's entries, with their bits read as integers.
+
+    An integer sum is exact in any order of summation, so equal tensors have equal sums.
+    """
     share = local_tensor(parameter.detach())
     return share.view(_INTEGERS[share.element_size()]).sum(dtype=torch.int64).view(1)
 
@@ -190,7 +193,7 @@ class TiedGradients:
         self._runtime = runtime
         self._known: dict[
             tuple[int, ...], list[bool]
-        ] = {}  # for each group of copies, which of them get a gradient; known after the first step
+        ] = {}  # for each group of copies of one tensor, which copies get a gradient; known after the first step
 
     @contextmanager
     def summed(self) -> Iterator[None]:
@@ -204,7 +207,7 @@ class TiedGradients:
             if plan.ties
             else []
         )
-        # this rank's trained copies, each with the pipeline ranks that hold one
+        # this rank's trained copies of tied tensors, each with the pipeline ranks that hold a copy of the same tensor
         tied = [
             (copy, holders) for copy, holders in copies if len(holders) > 1 and copy.requires_grad
         ]

@@ -2,8 +2,8 @@
 
 The file has one row per rank and one cell per action: stage, letter and microbatch, for example ``0F3``. ``F`` is a
 forward pass, ``B`` a full backward pass, ``I`` a backward pass for the input, and ``W`` one for the weights.
-``(0F3;3B1)OVERLAP_F_B`` is a pair, and in an empty cell the rank waits. ``U`` is an update of the weights: only
-asynchronous schedules have updates, and torch's engine does not read them.
+``(0F3;3B1)OVERLAP_F_B`` is a forward and a backward pass that run together. In an empty cell the rank waits. ``U`` is
+an update of the weights: only asynchronous schedules have updates, and torch's engine does not read them.
 """
 
 import csv

@@ -32,10 +32,10 @@ def share_out(
 ) -> list[dict[str, Any]]:
     """Split the given batches into the microbatches of one step.
 
-    If several batches are given, in a number that the schedule accepts, they are the microbatches. Otherwise each batch
-    is split along its first dim into ``wanted`` equal microbatches. By default this is the largest number that rows and
-    schedule allow, up to four microbatches per stage. Tensors with as many rows as ``input_ids`` are split; all other
-    values go to every microbatch.
+    If several batches are given and the schedule accepts their number, each batch is one microbatch. Otherwise each
+    batch is split along its first dim into ``wanted`` equal microbatches. By default this is the largest number that
+    rows and schedule allow, up to four microbatches per stage. Tensors with as many rows as ``input_ids`` are split;
+    all other values go to every microbatch.
 
     Raises:
         ConfigError: the rows cannot be split evenly, or a batch that must be split has images or sounds for ``towers``.
@@ -69,7 +69,10 @@ def _refuse_pictures(given: Sequence[Batch], parts: int) -> None:
 
 
 def is_of_towers(value: Any) -> bool:
-    """Return whether only a model's vision or audio towers read an input: true for floating point tensors (images)."""
+    """Return whether an input is read only by a model's vision or audio towers.
+
+    This is assumed of every floating point tensor, because images and sounds are such tensors and token ids are not.
+    """
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
@@ -151,7 +154,10 @@ class _Seen(Exception):
 
 
 def targets_of(batch: Batch) -> tuple[int, int]:
-    """Return the numbers of samples and of tokens per sample of the decoder's input, by default of the encoder's."""
+    """Return the numbers of samples and of tokens per sample of the decoder's input.
+
+    If the batch has no decoder input, return the numbers of the encoder's input.
+    """
     return tokens_of(batch, first=_GIVEN)
 
 
@@ -180,7 +186,7 @@ def with_targets(model: nn.Module, decoder: nn.Module, batch: Batch) -> Batch:
 
     handle = decoder.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
     try:
-        # The class's forward method: the instance's runs a stage. Called without the model's hooks.
+        # Call the class's forward method, because the instance's method runs a stage; the model's hooks do not run.
         with torch.no_grad():
             made = encoder_outputs(torch.zeros(*tokens_of(batch), 1, device=labels.device))
             # Classifiers make the decoder's input from the encoder's tokens.
@@ -224,7 +230,7 @@ def in_flight_of_ranks(
 ) -> tuple[int, ...]:
     """Return, per rank, the largest number of microbatches that its stages, assumed to be of equal size, hold together.
 
-    At most ``2 pp_size`` microbatches of a step are played, because more do not change the result.
+    At most ``2 pp_size`` microbatches of a step are simulated, because more do not change the result.
     """
     played = order(schedule, pp_size, min(num_microbatches, 2 * pp_size), virtual_stages)
     live = fullest_live(played, [1] * (pp_size * virtual_stages))

@@ -21,7 +21,10 @@ from .timeline import Action, Kind, Order
 def _breadth_first(
     rank: int, pp_size: int, num_microbatches: int, virtual_stages: int
 ) -> list[Action]:
-    """Run all microbatches stage by stage, and the backward passes in reverse order (Lamy-Poirier 2023)."""
+    """Run all microbatches through one stage before the next; backward passes take the stages in reverse order.
+
+    (Lamy-Poirier 2023.)
+    """
     stages = range(rank, pp_size * virtual_stages, pp_size)
     forward = [
         Action(stage, "forward", index) for stage in stages for index in range(num_microbatches)
@@ -34,7 +37,7 @@ def _interleaved(
 ) -> list[Action]:
     """Run interleaved 1F1B (Narayanan et al. 2021b).
 
-    With ``halves``, backward passes are split, and weight gradients come later (ZB-H1, Qi et al. 2023).
+    With ``halves``, each backward pass is split, and weight gradients are computed later (ZB-H1, Qi et al. 2023).
     """
     forward = _in_rounds("forward", rank, pp_size, num_microbatches, virtual_stages)
     backward = _in_rounds(
@@ -46,7 +49,7 @@ def _interleaved(
     rounds = (virtual_stages - 1) * _round_size(pp_size, num_microbatches)
     warmup = min(rounds + hops, num_microbatches * virtual_stages)
     later: list[Action | None] = [None] * min(rank, len(backward)) + weights
-    # one of each kind in turn, until all lists are used up
+    # take one action from each of the three lists in turn, until all lists are used up
     turns = chain(*zip_longest(forward[warmup:], backward, later))
     return [*forward[:warmup], *filter(None, turns)]
 
@@ -54,10 +57,10 @@ def _interleaved(
 def _in_rounds(
     kind: Kind, rank: int, pp_size: int, num_microbatches: int, virtual_stages: int
 ) -> list[Action]:
-    """List one action for each pair of a stage of the rank and a microbatch.
+    """List one action of ``kind`` for every stage of the rank and every microbatch.
 
-    The microbatches are divided into rounds. In a round, each stage of the rank in turn processes all microbatches of
-    the round; the rank's last stage is first in backward passes.
+    The actions come in rounds: one round runs the same few microbatches (about ``pp_size``) through all stages of the
+    rank. Forward rounds begin with the rank's first stage, backward rounds with the rank's last stage.
     """
     size = _round_size(pp_size, num_microbatches)
     stages = [rank + place * pp_size for place in range(virtual_stages)]
@@ -74,9 +77,10 @@ def _round_size(pp_size: int, num_microbatches: int) -> int:
 
 
 class _Row:
-    """Build the action list of one rank of a V-shaped schedule, with stage ``down`` and stage ``up``.
+    """Build the action list of one rank of a V-shaped schedule.
 
-    The actions of a stage and kind have consecutive microbatches.
+    The rank has two stages: ``down`` on the first arm of the V and ``up`` on the second. The actions of one kind on one
+    stage run on the microbatches in order: 0, 1, 2, ...
     """
 
     def __init__(self, rank: int, pp_size: int) -> None:
@@ -95,13 +99,13 @@ class _Row:
         self.actions.append(Action(stage, "backward", self._next(stage, "backward")))
 
     def inputs(self, stage: int) -> None:
-        """Append the backward pass for the input, and defer the one for the weights."""
+        """Append the input half of a backward pass on ``stage``, and defer the weight half."""
         index = self._next(stage, "backward")
         self.actions.append(Action(stage, "backward_input", index))
         self.waiting.append((stage, index))
 
     def weights(self, stage: int | None = None) -> None:
-        """Append the oldest deferred backward pass for weights, of ``stage`` or of any stage, if there is one."""
+        """Append the oldest deferred weight half, on ``stage`` or (``None``) on any stage, if a half is deferred."""
         waiting = next((entry for entry in self.waiting if stage in (None, entry[0])), None)
         if waiting:
             self.waiting.remove(waiting)
@@ -115,7 +119,7 @@ class _Row:
 def _zbv(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[Action]:
     """Fill the V, then alternate forward pass, input gradient and weight gradient (Qi et al. 2023).
 
-    The remaining weight gradients fill gaps.
+    The weight gradients that remain are computed where the rank would otherwise wait.
     """
     # Too few microbatches would not fill the V: more are scheduled, and the extra ones removed at the end.
     row = _Row(rank, pp_size)
@@ -233,13 +237,13 @@ def order(
 ) -> Order:
     """Return, per rank, the sequence of its actions.
 
-    ``gpipe`` (Huang et al. 2019), ``1f1b`` (PipeDream-Flush, Narayanan et al. 2021a), ``interleaved1f1b`` (PTD-P,
-    Narayanan et al. 2021b), ``looped_bfs`` (breadth-first, Lamy-Poirier 2023), ``interleaved_zero_bubble`` (ZB-H1 over
-    virtual stages) and ``zbv`` (Qi et al. 2023), ``dualpipev`` (DeepSeek 2025), the schedules of extensions, or the
-    path of a CSV file in torch's format (see :func:`read_csv`).
+    Schedules are ``gpipe`` (Huang et al. 2019), ``1f1b`` (PipeDream-Flush, Narayanan et al. 2021a), ``interleaved1f1b``
+    (PTD-P, Narayanan et al. 2021b), ``looped_bfs`` (breadth-first, Lamy-Poirier 2023), ``interleaved_zero_bubble``
+    (ZB-H1 over virtual stages) and ``zbv`` (Qi et al. 2023), ``dualpipev`` (DeepSeek 2025), the schedules of
+    extensions, or the path of a CSV file in torch's format (see :func:`read_csv`).
 
     Args:
-        schedule: one of these names.
+        schedule: one of the names above.
         pp_size: number of pipeline ranks ``p``.
         num_microbatches: number of microbatches per step.
         virtual_stages: stages per rank. Stage ``s`` is on rank ``s % pp_size``. For ``zbv`` and ``dualpipev``, which

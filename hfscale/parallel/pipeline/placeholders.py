@@ -43,14 +43,14 @@ class StageForward:
     under_way: bool = False  # whether a forward pass of the stage is running
     # hidden states from the previous stage; ``None`` on the first stage
     arriving: Tensor | None = None
-    arrived: bool = False  # whether the received hidden states were used
+    arrived: bool = False  # whether a placeholder has returned the received hidden states already
     leaving: Tensor | None = None  # hidden states after the stage's last layer, once computed
     border: int | None = None  # in encoder-decoders, the index of the decoder's first layer
     target: tuple[int, int] = (0, 0)  # samples and tokens of the decoder's input
     memory: Tensor | None = None  # the encoder's output
 
     def blank(self, target: bool, width: int | None = None) -> Tensor:
-        """Return zeros ``[b, s, h]`` for all tokens, of the decoder if ``target``.
+        """Return zeros ``[b, s, h]`` for all tokens of the encoder's input (with ``target``: of the decoder's input).
 
         The zeros are a new tensor, because stock code may scale them in place.
         """
@@ -142,7 +142,10 @@ class _Placeholder(nn.Module):
             own_modules(self)[child] = module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Placeholder":
-        """Copy the placeholder, for PEFT, which copies heads trained in full; share the absent module and passage."""
+        """Copy the placeholder; the copy shares the absent module and the stage's state.
+
+        PEFT makes such copies of a head that is trained in full.
+        """
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         shared = {name: self.__dict__[name] for name in ("_absent", "_passage")}
@@ -183,7 +186,7 @@ class PlaceholderModule(_Placeholder):
         self.__dict__.update(_returns=returns, _target=target)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return zeros, whose values no result depends on."""
+        """Return zeros; no result depends on their values."""
         passage: StageForward = self._passage
         # Stock code of encoder-decoders adds a bias to the head's output, so this output needs the right width.
         wide = passage.border is not None and isinstance(self._absent, nn.Linear)
@@ -281,7 +284,7 @@ def run_stages_apart(
 def _boundary(
     stages: StagePlan, passage: StageForward
 ) -> dict[str, Callable[[nn.Module], _Placeholder]]:
-    """Return, by module name, the constructor of the placeholder of each module that belongs to a stage."""
+    """Return, for the name of each module that only some stages hold, the function that makes a placeholder for it."""
     returns = dict(stages.module_returns)
     places = stages.places
     stacks = stages.stacks

@@ -106,7 +106,7 @@ def _lists(
 
 
 def _crosses_borders(draft: Draft) -> tuple[str, str] | None:
-    """Return the first obstacle and advice if layers need more from other stages than hidden states; else ``None``."""
+    """Return ``None`` if layers need only hidden states from other stages, else the first obstacle and advice."""
     towers = draft.feature(TowersPlan)
     if towers is not None and towers.read_inside and not towers.first_layers:
         inputs = ", ".join(towers.read_inside)

@@ -23,9 +23,9 @@ class Record:
 class Recorder:
     """Record this rank's actions while a schedule runs; costs about a microsecond per action.
 
-    Call :meth:`start` on every rank right after a barrier, which is the time by which clocks of different machines are
-    aligned, and read :attr:`record` after the run. ``wait`` synchronizes with the accelerator and is called before each
-    reading of the clock.
+    Call :meth:`start` on every rank right after a barrier: the end of the barrier is taken as the same moment on all
+    machines, to align their clocks. Read :attr:`record` after the run. ``wait`` synchronizes with the accelerator and
+    is called before each reading of the clock.
     """
 
     def __init__(self, wait: Callable[[], None] | None = None) -> None:

@@ -129,12 +129,15 @@ class Pipeline(Executor):
         return attribute_replaced(self, "_uncut", True)
 
     def fewest_rows(self) -> int:
-        """Return the smallest number of rows of a batch: one per microbatch."""
+        """Return the smallest number of rows that a batch can have: one row per microbatch."""
         # Every schedule can run 2 * pp_size microbatches.
         return int(self._layout.num_microbatches or 2 * self._layout.pp)
 
     def passes_together(self, microbatches: int) -> int:
-        """Return the number of passes that gather weights, reduce gradients or exchange tokens; 0 if once per step."""
+        """Return how many passes of a step gather weights, reduce gradients or exchange tokens.
+
+        0 means that this is done once per step and not in every pass.
+        """
         layout = self._layout
         each = layout.weights_regather or layout.reduce_each_microbatch or layout.expert_batches > 1
         return microbatches if each else 0
@@ -303,7 +306,7 @@ class Pipeline(Executor):
         return torch.Size((*leading, *tail)), dtype
 
     def _leading(self, stage: int, batch: Microbatch) -> tuple[int, int]:
-        """Return the numbers of samples and tokens of a stage's input; of this rank's tokens if they are sharded."""
+        """Return the numbers of samples and tokens of a stage's input; of sharded tokens, only this rank's count."""
         samples, tokens = hidden_shape(batch)
         if self._stages.stacks is not None:
             return samples, tokens + targets_of(batch)[1] * self._stages.arrives(stage)[1]

@@ -1,8 +1,9 @@
 """Make the program of each pipeline rank: its computations in order, with the sends and receives between them.
 
-Right after a computation comes the send of its result, and at the same moment the receive is appended to the program of
-the receiving rank. Both ranks therefore have their transfers in the same order, and no rank waits for a later send. The
-shape and dtype of the transferred hidden states are sent once between two stages (:class:`ActivationTypes`).
+The send of a result follows right after the computation. When a send is added to a rank's program, the matching receive
+is added to the end of the receiving rank's program. Both ranks therefore have their transfers in the same order, and no
+rank waits for a later send. The shape and dtype of the transferred hidden states are sent once between two stages
+(:class:`ActivationTypes`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +41,7 @@ _RESULTS |= dict.fromkeys(GRADIENT, (0, "gradient"))
 Step = tuple[str, int, int]
 """One step of a program: a kind of action or one of the transfers above, the stage, and the microbatch."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_LENGTH = 6  # integers in an announcement: dtype, number of trailing dims, the dims
+_LENGTH = 6  # number of integers in an announcement: dtype, number of trailing dims, the dims
 _Kind = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -166,7 +167,7 @@ class ActivationTypes:
         self._sending.append((header, dist.isend(header, peer, group=self._control)))
 
     def learn(self, stage: int, peer: int, training: bool) -> _Kind:
-        """Return trailing dims and dtype of the input of ``stage``; the first time, receive them from rank ``peer``."""
+        """Return trailing dims and dtype of the input of ``stage``; the first call receives them from rank ``peer``."""
         if self._expected is not None:
             return self._expected
         if (stage, training) not in self._known:

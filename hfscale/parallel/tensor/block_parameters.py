@@ -22,7 +22,7 @@ _PARTIAL: tuple[None, tuple[str, ...]] = (None, ("tp",))
 class PlacedBlock:
     """Describe one block of a model."""
 
-    draft: Draft  # the model's plan so far
+    draft: Draft  # the model's plan under construction
     name: str  # the name of the block's module
     role: Block  # the block's entry in the blueprint
     replicas: int  # how many consecutive ranks hold each of the block's key/value heads
@@ -60,11 +60,11 @@ class PlacedBlock:
 
 
 def cut_parameters(block: PlacedBlock, is_layer: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Add sharding rules for a block's parameters to ``block.draft``, the plan under construction.
+    """Add the sharding rules of a block's parameters to ``block.draft``, the plan under construction.
 
     Returns:
-        The modules that every rank holds in full, and the parameters (biases) that exactly one rank adds to its output,
-        so that the sum over ranks contains them once.
+        The modules that every rank holds in full, and the parameters that exactly one rank adds to the block's output:
+        the output is summed over ranks, and the sum must count such a parameter once.
     """
     draft = block.draft
     role = block.role
@@ -172,7 +172,7 @@ def _cut_other(block: PlacedBlock, child: str, dim: int, fused: int) -> None:
 
 
 def _share_rest(block: PlacedBlock) -> Iterator[str]:
-    """Apply the rule of shared modules to all modules inside the block whose parameters have no rule yet."""
+    """Plan every module in the block whose parameters have no rule yet as replicated; yield the module's name."""
     draft = block.draft
     outside = tuple(map(block.path, block.role.outside))
     for path, module in draft.modules[block.name].named_modules(prefix=block.name):
@@ -203,7 +203,7 @@ def _refuse_writers(draft: Draft, path: str, module: Any) -> None:
 
 
 def _refuse_roleless(block: PlacedBlock) -> None:
-    """Refuse parameters without a role if the block has its input and output at its own module."""
+    """Refuse parameters without a role if the block's input enters at the block's own module."""
     draft = block.draft
     role = block.role
     if role.enter != ("",):

@@ -25,7 +25,7 @@ _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
 def plan_blocks(draft: Draft, blueprint: Blueprint, layers: list[str]) -> list[BlockPlan]:
-    """Return the blocks of all layers; add the rules of the blocks' parameters to ``draft``."""
+    """Return the tensor-parallel blocks of all layers; add the sharding rules of their parameters to ``draft``."""
     blocks: list[BlockPlan] = []
     matched: set[str] = set()  # the blueprint's paths that exist in a layer
     unfit = blueprint.unfit(draft.block_config)
@@ -67,7 +67,7 @@ def plan_blocks(draft: Draft, blueprint: Blueprint, layers: list[str]) -> list[B
 def _refuse_unmatched(draft: Draft, blueprint: Blueprint, matched: set[str]) -> None:
     """Refuse a blueprint with a block that no layer has.
 
-    A config that lists a kind per layer may have no layer of that kind, so such configs are accepted.
+    A config that sets a kind for each layer is accepted, because none of its layers may be of the kind with this block.
     """
     config = text_config(draft.config)
     if matched and any(field(config, name) for name in PER_LAYER):
@@ -118,7 +118,7 @@ def _key_value_replicas(draft: Draft, block: str, role: Block) -> int:
 
 
 def _reads_others_keys(draft: Draft, block: str, role: Block) -> bool:
-    """Return whether attention reads the keys of an earlier layer and makes none, as in Gemma 3n's last layers."""
+    """Return whether attention reads an earlier layer's keys and makes none of its own, as in late Gemma 3n layers."""
     makes = (child for child in role.key_value if child in role.column)
     missing = [child for child in makes if f"{block}.{child}" not in draft.modules]
     return bool(missing) and _GROUPS in vars(draft.modules[block])
@@ -162,7 +162,7 @@ def _block(draft: Draft, name: str, role: Block, layers: list[str]) -> BlockPlan
 
 
 def _local_attributes(block: PlacedBlock) -> tuple[tuple[str, int], ...]:
-    """List the attributes that must have local sizes in the block's forward pass, each with its divisor."""
+    """List the size attributes (numbers of heads, widths) that a rank must divide, with their divisors."""
     draft = block.draft
     role = block.role
 
@@ -180,7 +180,10 @@ def _local_attributes(block: PlacedBlock) -> tuple[tuple[str, int], ...]:
 
 
 def _divisor(block: PlacedBlock, attribute: str) -> int:
-    """Return the divisor of a size: ``tp_size``, or less for numbers of replicated key/value heads."""
+    """Return the number by which ``attribute`` is divided to get its local value.
+
+    This is ``tp_size``, or ``tp_size / replicas`` for a count of key/value heads that several ranks hold.
+    """
     tp = block.draft.tp
     return tp // block.replicas if attribute.rpartition(".")[2] in KEY_VALUE_COUNTS else tp
 
@@ -192,7 +195,8 @@ def blocks_around_experts(
 ) -> Iterator[tuple[str, Block]]:
     """Yield the blocks of module ``name`` that are sharded over the tensor axis, each with its role.
 
-    This is ``name`` itself, or, for an MoE layer whose tokens are divided over the tensor ranks, its shared experts.
+    Mostly the only block is ``name`` itself. In an MoE layer whose tokens are divided over the tensor ranks, the blocks
+    are the layer's shared experts.
     """
     inside = [
         path
@@ -211,7 +215,7 @@ def blocks_around_experts(
 
 
 def _inner(role: Block, child: str) -> Block:
-    """Return the part of a block's role that concerns its module ``child``."""
+    """Return the role of the block's submodule ``child``, taken from the block's role."""
 
     def within(paths: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(
@@ -294,7 +298,7 @@ def check_block_heads(draft: Draft, blocks: list[BlockPlan]) -> None:
 def _heads_of_config(draft: Draft) -> tuple[int | None, int | None]:
     """Return the config's numbers of heads and key/value heads; if layers differ, their greatest common divisors."""
     config = text_config(draft.config)
-    # If this field exists, the usual field names are those of the encoder.
+    # If the config has this field, the usual field names count the encoder's heads.
     heads = key_heads = counts(config, ("decoder_attention_heads",))
     if not heads:
         heads = counts(config, HEAD_FIELDS)

@@ -1,13 +1,13 @@
-"""Install collectives at the edges of tensor-parallel blocks, as hooks on stock modules.
+"""Install the collectives at the input and output (the *edges*) of tensor-parallel blocks, as hooks on stock modules.
 
 Data flow of one block (``t`` tensor ranks, ``h`` hidden size)::
 
     [b, s, h] --copy--> column projections --> [b, s, .../t] --> row projection --> partial [b, s, h] --reduce--> full
 
-Inside the edges every module is the stock one, with local sizes and plain tensors. The hooks are on the block and not
-on its projections, so that wrappers installed around a projection later (adapters, quantized layers, compilers, FSDP)
-stay inside the edges. Training processes and the threads that test an inferred blueprint install the same hooks, with
-different functions in their :class:`Edge`.
+Between the edges every module is the stock module, with local sizes and plain tensors. The hooks are on the block and
+not on its projections, so that wrappers installed around a projection later (adapters, quantized layers, compilers,
+FSDP) stay between the edges. Training processes and the threads that test an inferred blueprint install the same hooks,
+with different functions in their :class:`Edge`.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ class Overlap:
     ) -> None:
         self.group = group
         self.regather = regather
-        # exact classes only: a subclass may compute something else
+        # only exact Linear and Conv1D classes: a subclass may compute something else
         self.columns: list[Any] = [module for module in columns if type(module) in PROJECTIONS]
         self._low_rank: dict[Any, Callable[[Tensor], Tensor]] = {}
         self._waiting: dict[nn.Module, DeferredWeightGrad] = {}
@@ -63,7 +63,10 @@ class Overlap:
             self._take_apart(module)
 
     def enter(self, x: Tensor, stream: SequenceRegion | None) -> Tensor:
-        """Return the block's input for its projections, with all tokens; ``stream`` is the region if it is sharded."""
+        """Return the block's input for its projections, with all tokens.
+
+        If ``x`` is sharded along the sequence, ``stream`` is its sequence-parallel region, which gathers it.
+        """
         self.gathered = None
         if self._waiting:  # left by a pass that failed, or that did not run every projection
             self._waiting = {}
@@ -102,15 +105,15 @@ class Overlap:
 
     @cached_property
     def _agrees(self) -> bool:
-        """Return whether a projection has products other than torch's, which may exchange values between ranks.
+        """Return whether a projection multiplies by other code than torch's, which may exchange values between ranks.
 
-        All ranks must then communicate in the same order, for any number of tokens, because context ranks may have
-        different numbers of tokens. Products are set before the first pass.
+        If so, all ranks must communicate in the same order whatever their number of tokens, because context ranks may
+        have different numbers of tokens. The result is cached: such code is set before the first pass.
         """
         return any(multiplied_by(column) is not Products for column in self.columns)
 
     def read_by(self, low_rank: Any, read: Callable[[Tensor], Tensor]) -> None:
-        """Let an adapter's first factor ``low_rank`` also not save the block's input if it is gathered again.
+        """Keep an adapter's first factor ``low_rank`` from saving an input that the backward pass gathers again.
 
         ``read`` maps the factor's weight to the tensor that the forward pass computes with.
         """
@@ -186,7 +189,10 @@ def _entered_at_once(x: Tensor, gather: overlap.Start | None, reduce: overlap.St
 
 
 class _BlockEnds:
-    """Run the collectives at a block's entry and exit; with ``overlap``, overlap the entry's with weight gradients."""
+    """Run the collectives at a block's entry and exit.
+
+    With ``overlap``, the entry's backward collective runs while weight gradients are computed.
+    """
 
     def __init__(
         self, group: dist.ProcessGroup, stream: SequenceRegion | None, overlap: Overlap | None

@@ -200,7 +200,7 @@ def _record(
     )
     step = _Step(lazy.finish, replayed, positions[0], kept, kwargs)
     sample = step.alone(lazy.sample)
-    # the operation changes nothing, like .to() with the dtype that the logits have
+    # the operation changes nothing, like .to() with the dtype of the logits
     if sample is lazy.sample:
         return lazy
     if sample.shape != lazy.sample.shape or sample.device != lazy.sample.device:
@@ -244,10 +244,10 @@ def _plain(value: Any) -> bool:
 
 
 class Scoring:
-    """Compute per-token scores in a forward pass with labels, in place of the mean loss, by chunks of labelled rows.
+    """Compute per-token scores in place of the mean loss, in a forward pass with labels, one chunk of rows at a time.
 
-    With ``read``, no scores are computed: ``read`` is called with the lazy logits (and the head's input is their
-    ``hidden``), and its result is kept in ``made``.
+    With ``read``, no scores are computed. Instead ``read`` is called with the lazy logits, and its result is kept in
+    ``made``. The lazy logits have the head's input as ``hidden``.
 
     ::
 

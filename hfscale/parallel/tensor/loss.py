@@ -53,7 +53,7 @@ class LossPass:
     count: Tensor | None = None
     label_smoothing: float = 0.0
     shifted: bool = False  # whether labels are shifted already: the label at a position is the position's target
-    # labels that were counted before the pass, and the number of valid ones
+    # labels that were counted before the pass, and the number of valid labels
     counted: tuple[Any, int] | None = None
     scoring: Scoring | None = None  # computes per-token scores in place of the loss
     # replaces the cross entropy by the divergence from this teacher
@@ -86,8 +86,8 @@ class LossTerm:
 
     targets: Tensor  # ``[n, b, s]``
     weight: float  # factor of the term: the mean over ``n`` of the rows' loss
-    hits: Tensor  # output ``[n, b, s]``: whether a position has a target, and no logit above the target's
-    loss: Tensor | None = None  # output: the term without its weight, divided like the model's loss
+    hits: Tensor  # output ``[n, b, s]``: whether a position has a target and no logit is larger than the target's
+    loss: Tensor | None = None  # output: the unweighted term, divided like the model's loss
 
 
 def _split_rows(logits: Tensor, terms: Sequence[LossTerm]) -> Sequence[Tensor]:

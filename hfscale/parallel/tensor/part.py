@@ -81,7 +81,7 @@ class TensorParallel(Part, SequenceAxis):
         # sums partial gradients over the tensor ranks; ``None`` with one tensor rank
         self.sums: PartialSums | None = None
         self.regions: list[SequenceRegion] = []
-        # entries of blocks that overlap their collectives with weight gradients, by the block's name
+        # block name -> entry of the block, for blocks that overlap the entry's collective with weight gradients
         self.overlaps: dict[str, Overlap] = {}
         self._region_of: dict[str, SequenceRegion | None] = {}
         self._blocks: list[str] = []
@@ -129,8 +129,9 @@ class TensorParallel(Part, SequenceAxis):
 
     def _overlap(self, runtime: Runtime, block: BlockPlan, sums: PartialSums) -> Overlap | None:
         plan = runtime.plan
-        # A block with several entries has no single entry whose tensor all its projections read. And if projections are
-        # recomputed without the block's entry, the operands of their weight gradients are missing.
+        # Overlap needs one entry whose tensor all projections of the block read, so blocks with several entries have no
+        # overlap. If projections are recomputed without the block's entry, the operands of weight gradients are
+        # missing.
         again = tuple(f"{module}." for module in recomputed(plan).modules)
         alone = any(f"{name}.".startswith(again) for name in block.column)
         if alone or not plan.layout.overlap or len(block.enter) > 1 or block.enter_inputs:
@@ -159,7 +160,8 @@ class TensorParallel(Part, SequenceAxis):
         partial = [
             parameter for planned, parameter in runtime.parameters() if "tp" in planned.partial
         ]
-        # Gradient hooks (of an optimizer that steps in the backward pass) need full gradients: the sum is made there.
+        # Gradient hooks (of an optimizer that steps in the backward pass) need full gradients, so each gradient is
+        # summed in the backward pass.
         if any(has_backward_hook(p) or has_accumulation_hook(p) for p in partial):
             return nullcontext()
         return self.sums.at_the_end([p for p in partial if p.requires_grad])
@@ -167,7 +169,7 @@ class TensorParallel(Part, SequenceAxis):
     def around_stage_pass(
         self, runtime: Runtime, arrives: int | None, leaves: bool
     ) -> AbstractContextManager[None]:
-        """Make a pipeline stage receive and send hidden states as shards of the sequence."""
+        """Make a pipeline stage receive and send hidden states that are sharded along the sequence."""
         for region in self.regions:
             if not region.plan.alone:
                 region.passes(arrives, leaves)

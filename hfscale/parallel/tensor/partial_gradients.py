@@ -1,4 +1,4 @@
-"""Sum partial gradients: those of replicated parameters whose gradient is a sum of one term per tensor rank.
+"""Sum partial gradients: gradients of replicated parameters that are a sum of one term per tensor rank.
 
 There are three cases: per-head norms, which each rank applies to its own heads; under sequence parallelism, all
 parameters between the blocks, which each rank applies to its own tokens; and the bias of a row projection. The bias
@@ -144,7 +144,7 @@ def read_through(
     forward: Callable[..., Any] = module.forward
 
     def forward_reading(*args: Any, **kwargs: Any) -> Any:
-        # Only during the forward pass: FSDP, optimizers and state dicts must find the leaf parameter.
+        # Replaced only during the forward pass: FSDP, optimizers and state dicts must find the leaf parameter.
         leaves = {
             name: leaf for name in reads if (leaf := own_parameters(holder).get(name)) is not None
         }
@@ -211,7 +211,7 @@ def install_replica_sums(
 
 
 def _replicas(planned: ParameterPlan) -> list[int]:
-    """Return, for each sum over replicas in the plan of a parameter, how many consecutive tensor ranks it covers."""
+    """Return how many consecutive tensor ranks take part in each sum over replicas that the parameter's plan lists."""
     return [
         step.replicas
         for step in planned.reductions

@@ -18,7 +18,7 @@ _PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
 
 
 def plan_tensor(draft: Draft) -> None:
-    """Plan the tensor-parallel blocks according to the draft's blueprint."""
+    """Plan the tensor-parallel blocks according to the model's blueprint."""
     if draft.tp > 1 and (asked := partial_output(draft.config)):
         draft.problem(
             f"tp_size={draft.tp}: the config's {asked}: set it to False, or use tp_size=1"
@@ -62,7 +62,7 @@ def plan_own_loss(draft: Draft) -> None:
 
 
 def _find_head(draft: Draft) -> tuple[str | None, str | None, str]:
-    """Return the head's name, its loss and ``""``; or twice ``None``, and why hfscale cannot run the loss."""
+    """Return the head's name, the name of its loss and ``""``; or ``None``, ``None`` and why the loss cannot be run."""
     kind = type(draft.model).__name__
     loss = getattr(draft.model, "loss_type", None) or "ForCausalLM"  # transformers' default
     head = (
@@ -109,7 +109,7 @@ def _cut_vocabulary(
     tied = head is not None and embedding.weight is draft.modules[head].weight
     if not looks_up_like_stock(embedding):
         # An embedding class that does more than a lookup is not sharded, which is impossible if it is tied to the head.
-        if tied:  # the head is cut, so the tied embedding would have to be cut too
+        if tied:  # the head is sharded, so the tied embedding would have to be sharded too
             draft.problem(
                 f"tp_size={draft.tp}: {name} is a {type(embedding).__name__} tied to the head, which cannot be cut "
                 "along the vocabulary: use tp_size=1"

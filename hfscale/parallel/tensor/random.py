@@ -48,12 +48,14 @@ def cut_region(
     rank: int,
     wanted: Callable[[], bool],
 ) -> Callable[[], None]:
-    """Use the cut stream from the start of ``block`` to its row projections ``exits``, in passes that are ``wanted``.
+    """Use the cut stream from the start of ``block`` to its row projections ``exits``.
+
+    The stream is switched only in passes for which ``wanted()`` is true.
 
     Return a function that restores the replicated stream after a pass that was interrupted.
     """
     saved: list[torch.Tensor] = []
-    # whether the saved state is from a recomputation, which restores the generator itself
+    # whether the saved state is from a recomputation, which itself restores the generator afterwards
     passing = [False]
 
     def into(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -93,7 +95,7 @@ class LayerRandom:
         self._generator: torch.Generator | None = None
 
     def reset(self) -> None:
-        """Restore the replicated stream if a layer has raised, and drop the state of a recomputed layer."""
+        """Restore the replicated stream after a layer that raised, and drop the state of a recomputed layer."""
         if self._after is not None and self._generator is not None:
             self._generator.set_state(self._after)
         self._after = self._cut = None
@@ -188,8 +190,8 @@ def _generator_of(module: nn.Module) -> torch.Generator:
 def agree_on_replicated_stream(mesh: Mesh) -> None:
     """Broadcast the generator state of each tensor group's first rank, then reseed per batch and pipeline stage.
 
-    Without reseeding, ranks with different batches or stages would draw the same masks. Ranks with batch 0 on stage 0
-    keep the state, so they draw the same masks as a single process.
+    Without reseeding, ranks with different batches or stages would draw the same masks. Ranks of the first batch on
+    stage 0 keep the state, so they draw the same masks as a single process.
     """
     group = mesh.tp_group
     # Some models also draw from the CPU generator when they run on a GPU (LayerDrop).

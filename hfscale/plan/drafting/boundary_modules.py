@@ -12,7 +12,8 @@ from ...models.facts import ask
 from ..parameter import join_path
 from ..stages import Loan
 
-PROBED = (1, 2)  # samples, and tokens of each, of the batch with which a clone is run
+# numbers of samples and of tokens per sample in the batch with which a clone is run
+PROBED = (1, 2)
 
 ALONE = ", and only the stream travels between stages"
 GIVEN = f"its layers are given what another layer computed, besides the stream{ALONE}"

@@ -1,4 +1,4 @@
-"""Hold a plan while it is being made: one object, to which each planning function adds its decisions."""
+"""Hold a plan under construction (the *draft*): one object, to which each planning function adds its decisions."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ Ranks = Mapping[int, int] | Sequence[int]  # stage -> the pipeline rank that hol
 
 
 class Planned(Protocol):
-    """Hold a model with its plan and options, from which parts decide whether they are needed."""
+    """Hold a model with its plan and options, from which each part of the runtime decides whether it is needed."""
 
     model: Any
     plan: Plan
@@ -148,7 +148,7 @@ class Draft:
         self.rules[name] = (cut, ())
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield every parameter with each of its names; tied parameters have several."""
+        """Yield every parameter with each of its names; a tied parameter has several names."""
         yield from self.model.named_parameters(remove_duplicate=False)
 
     def layer_drops(self) -> list[str]:
@@ -158,6 +158,6 @@ class Draft:
         ]
 
     def place(self, name: str) -> tuple[int, str]:
-        """Return the ``id`` of the module that holds a parameter, and the parameter's attribute name there."""
+        """Return the ``id`` of the module that holds a parameter, and the parameter's attribute name in this module."""
         owner, _, attribute = name.rpartition(".")
         return id(self.model.get_submodule(owner)), attribute

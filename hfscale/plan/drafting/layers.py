@@ -17,10 +17,10 @@ def find_layers(draft: Draft, blueprint: Blueprint | None) -> list[str]:
     """
     lists = _lists(draft, blueprint) if blueprint is not None else []
     if not lists:
-        # These layers only group parameters, since the blueprint does not apply to them.
+        # The blueprint does not apply to these layers, so they only group parameters.
         classes = layer_classes(draft.model)
         names = list[str]()
-        # Outer modules come first, and modules inside a layer are no layers.
+        # Outer modules come first. A module inside a layer is not a layer.
         for (
             name,
             module,

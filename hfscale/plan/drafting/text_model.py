@@ -92,7 +92,7 @@ def blueprint_of_text(model: Any, name: str, find: Find, may_infer: bool) -> Blu
 
 def _with_cross_inputs(inner: Any, lists: list[str], child: str, block: Block) -> Block:
     """Add the inputs of cross-attention, which a tower computes, to the inputs of a block. An inferred blueprint lacks
-    them, since blueprints are inferred from runs on text alone.
+    these inputs, since it was derived from a run of the model on text alone.
     """
     if block.enter != ("",):
         return block

@@ -94,7 +94,8 @@ class _Hooks:
         args, kwargs = with_hidden_states(
             args, kwargs, region.enter(hidden_states_of(args, kwargs))
         )
-        # Other inputs (an encoder's output) have all tokens already; each rank computes a partial gradient of them.
+        # Other inputs (an encoder's output) have all tokens already; each rank computes a partial gradient of these
+        # inputs.
         others = {
             name: copy_to_tp_region(x, group)
             for name, x in other_arguments(kwargs).items()

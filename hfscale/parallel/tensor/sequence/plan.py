@@ -126,14 +126,15 @@ def _region(
 
 
 def _gathered(draft: Draft, path: str) -> Iterator[str]:
-    """List the modules under ``path`` that are outside all block edges and may mix tokens."""
+    """List the modules under ``path`` that are outside all tensor-parallel blocks and may mix tokens."""
     edges = {name for block in draft.blocks for name in (*block.enter, *block.leave, *block.row)}
-    # MoE layers compute token by token: a router, experts, and shared experts, which have edges of their own
+    # MoE layers compute token by token: a router, experts, and shared experts, which are blocks with their own
+    # collectives
     mixtures = {
         expert.name.rpartition(".")[0] for expert in draft.experts if draft.layout.slices_tokens
     }
     for name in direct_children(draft.modules, path):
-        # Not by its full name: if layers share the module, only one of its names is in draft.modules.
+        # Not looked up by full name: if layers share the module, only one of the module's names is in draft.modules.
         module = draft.modules[path].get_submodule(name.rpartition(".")[2])
         if name in edges or name in mixtures or is_tokenwise(module):
             continue
@@ -144,7 +145,7 @@ def _gathered(draft: Draft, path: str) -> Iterator[str]:
 
 
 def _partial(draft: Draft, roots: list[str]) -> Iterator[str]:
-    """List the modules under ``roots`` whose parameters have no rule; add the rule of partial gradients for these."""
+    """List the modules under ``roots`` whose parameters have no rule; add rules that their gradients are partial."""
     for root in roots:
         for name, module in draft.modules[root].named_modules(prefix=root):
             own = [f"{name}.{child}" for child, _ in module.named_parameters(recurse=False)]

@@ -73,7 +73,8 @@ class Running:
     as constants.
     """
 
-    told: ForwardPass | None = None  # ``None`` if the layer's hidden states are not sharded
+    # the pass; ``None`` if the layer's hidden states are not sharded
+    told: ForwardPass | None = None
 
 
 RUNNING = Running()
@@ -246,7 +247,7 @@ class SequenceRegion:
         RUNNING.told = self._pass_of(share, whole=False) if self.cut else None
 
     def enter(self, x: Tensor) -> Tensor:
-        """All-gather this rank's tokens, ``[b, s/t, h]`` or ``[b s/t, h]``, to all; reduce-scatter the gradient."""
+        """All-gather all tokens from each rank's ``[b, s/t, h]`` or ``[b s/t, h]``; reduce-scatter the gradient."""
         return gather_from_sequence_region(x, self.lengths(x), self.group, _dim(x))
 
     def collectives(
@@ -284,7 +285,7 @@ class SequenceRegion:
     def sum_later(self, embedding: nn.Module) -> bool:
         """Return whether the embedding may leave the sum over the ranks to the first layer."""
         # A user's hook may add something to the embedding's output (noise, for example), which must be added only once.
-        # one hook is hfscale's own, which calls this method
+        # one of the hooks is hfscale's, which calls this method
         hooked = counts_forward_hooks(embedding) > 1
         self._partial = self._open and self._total is None and self.plan.direct and not hooked
         return self._partial
