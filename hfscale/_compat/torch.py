@@ -154,7 +154,7 @@ def own_contents(
 
 
 def passes_otherwise(module: nn.Module) -> bool:
-    """Return whether hooks, or a ``forward`` of its own, change this module's forward pass from that of its class."""
+    """Return whether this module's forward pass differs from its class's, by hooks or by a ``forward`` set on it."""
     before, behind, *_ = _ON_BOTH_SIDES(module)
     return bool(before or behind or "forward" in vars(module))
 
@@ -200,7 +200,7 @@ def has_accumulation_hook(tensor: Tensor) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how many in-place writes a tensor has had."""
+    """Return how often a tensor has been written in place."""
     return tensor._version
 
 
@@ -277,8 +277,8 @@ _OVERLOAD = type(torch.ops.aten.mm.default)
 
 
 def operators_named(name: str) -> list[Any] | None:
-    """Return the operators of a name: one for ``aten.mm.default``, all overloads that work out of place for
-    ``aten.mm``; ``None`` if the name is unknown.
+    """Return the operators with this name: for ``aten.mm.default`` one operator, for ``aten.mm`` all overloads that do
+    not write in place; ``None`` if the name is unknown.
     """
     operators: Any = torch.ops
     for part in name.removeprefix("torch.ops.").replace("::", ".").split("."):
@@ -305,7 +305,8 @@ def current_node_number() -> int:
 
 def gradients_asked(ctx: Any) -> Sequence[bool]:
     """Return, for each input of an ``autograd.Function``, whether the current backward pass needs its gradient.
-    ``needs_input_grad`` tells that of any pass instead; it is returned when compiling, because compilers can trace it.
+    ``needs_input_grad`` tells whether any pass may need it; when compiling, ``needs_input_grad`` is returned, because
+    compilers can trace it.
     """
     if torch.compiler.is_compiling():
         return ctx.needs_input_grad

@@ -159,8 +159,8 @@ _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Casts(TorchFunctionMode):
-    """Cast arguments of certain functions to ``dtype`` and, if ``widens``, of others to 32 bits; record copies of
-    weights.
+    """Cast like autocast: arguments of the functions in ``_NARROWED`` to ``dtype``, and with ``widens`` arguments of
+    the functions in ``_WIDENED`` to 32 bits. Record the copies of weights in ``copies``.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class _Casts(TorchFunctionMode):
                 lambda t: t.float() if isinstance(t, Tensor) and t.dtype in _CAST else t, given
             )
         result = func(*given[0], **given[1])
-        # Model code that casts a weight to autocast's dtype itself.
+        # Model code may itself cast a weight to autocast's dtype: this copy is recorded too.
         if name == "to" and _is_weight(args[0]) and result is not args[0]:
             self._note(result)
         return result
@@ -229,8 +229,8 @@ def autocast_on_meta(like: str) -> Iterator[dict[int, StorageWeakRef]]:
     """Let autocast on the meta device act like autocast on ``like`` (``"cpu"`` or ``"cuda"``) inside the ``with``
     block.
 
-    The block gets a dict, by key, of the storages of all copies of weights so far; keys stay unique while the dict
-    exists. The cast functions are those of torch's lists (Autocast Op Reference) that language models use.
+    The block gets a dict of the storages of all copies of weights so far, by :func:`storage_key`; keys stay unique while
+    the dict exists. Arguments are cast for functions of torch's lists (Autocast Op Reference) that language models use.
     """
     autocast = torch.autocast
     enabled = torch.is_autocast_enabled

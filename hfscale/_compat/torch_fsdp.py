@@ -44,8 +44,8 @@ def shard_by_type(
     uncast: Collection[nn.Parameter] = (),
     **how: Any,
 ) -> None:
-    """Apply ``fully_shard(module, **how)`` to all parameters but ``ignored`` ones, with one group per trained dtype,
-    and one for the parameters ``uncast``. Raise :class:`ConfigError` if this torch has only one group per module, but
+    """Apply ``fully_shard(module, **how)`` to all parameters except ``ignored`` ones, with one group per trained dtype,
+    and one for the parameters in ``uncast``, which keep their dtype in computing. Raise :class:`ConfigError` if this torch has only one group per module, but
     the module needs several.
     """
     others: _ByType = {}  # to be sharded apart: all but the most frequent trained dtype
@@ -289,7 +289,7 @@ class ManagedPlace:
         return known or parameter is getattr(managed, "unsharded_param", None)
 
     def put_back(self) -> None:
-        """Restore the shard, unless the attribute holds one of FSDP2's own tensors."""
+        """Set the attribute to FSDP2's shard, unless it holds one of FSDP2's own tensors already."""
         if not self.has_its_own():
             self.module._parameters[self.name] = self._parameter.sharded_param
 
@@ -307,7 +307,7 @@ class ManagedPlace:
 
 
 def managed_places(model: nn.Module, inner: bool = True) -> Iterator[ManagedPlace]:
-    """Yield every place of every sharded parameter, all names of tied ones included; ``inner``: of inner
+    """Yield every place of every sharded parameter, with all names of tied parameters; ``inner``: of inner
     modules too.
     """
     for parameter in (
@@ -330,7 +330,7 @@ class _Whole(FSDPParam):
         return self.param_dtype is None and not self.offload_to_cpu and alone
 
     def init_all_gather_outputs(self, *given: Any, **named: Any) -> None:
-        """Let the shard be the all-gather's output, so that FSDP2 copies the shard onto itself, which does nothing."""
+        """Use the shard as the all-gather's output, so that FSDP2 copies the shard onto itself, which does nothing."""
         if not self._is_read_in_place():
             super().init_all_gather_outputs(*given, **named)
             return

@@ -153,7 +153,7 @@ def _document(
     record: dict[str, Any],
     data: DataRecipe,
 ) -> Iterator[Document]:
-    """Yield a document of the record's columns that ``data.format`` needs; yield nothing if its text is blank."""
+    """Yield a document with the record's columns that ``data.format`` needs; yield nothing if its text is blank."""
     _check_columns(name, list(record), data)
     # Reward functions may read any column.
     wanted = list(record) if data.format == "prompts" else needed_columns(data).values()

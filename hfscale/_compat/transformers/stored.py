@@ -227,8 +227,8 @@ class AsStored:
 def _together(
     model: Any, contents: dict[str, Tensor], conversions: list[Any]
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """Return two maps: tensors stored together -> the group's names, in order; unchanged tensors -> their
-    stored names.
+    """Return two maps. The first maps each tensor that is stored together with others to the names of its group, in
+    order. The second maps tensors that are only renamed to their stored names.
     """
     renamed: dict[str, str] = {}
     converters = [
@@ -261,8 +261,8 @@ def _after_another(
     known: dict[str, tuple[str, ...]],
     expected: set[str],
 ) -> dict[str, tuple[str, ...]]:
-    """Return groups of tensors to convert together, because transformers gives one tensor of the group its right
-    stored name only after the other tensor was converted: for example ``norm1`` after ``norm0``.
+    """Map each such tensor to its pair, in order: transformers gives the second tensor of a pair its right stored name
+    only if the first tensor is converted before it. For example, ``norm1`` is renamed correctly only after ``norm0``.
     """
     together: dict[str, tuple[str, ...]] = {}
     alone = {name: tensor for name, tensor in contents.items() if name not in known}
@@ -315,7 +315,7 @@ def write_configs(model: Any, directory: Path) -> None:
 
 class Fp8Encoder:
     """Quantize tensors of ``model``, a stock model or a rank's shards of one, to 8-bit floating point with a scale per
-    block, like transformers on a GPU. Raise :class:`ConfigError` for any config but ``FineGrainedFP8Config``, and if
+    block, like transformers on a GPU. Raise :class:`ConfigError` for any config except ``FineGrainedFP8Config``, and if
     transformers cannot quantize this model.
     """
 

@@ -139,7 +139,7 @@ def kernels_left_alone() -> AbstractContextManager[None]:
 
 
 def taken_for_adapted(model: Any) -> AbstractContextManager[None]:
-    """Make a quantized model that contains adapters, but is no ``PeftModel``, pass as adapted in the ``with`` block."""
+    """Let Trainer accept a quantized model with adapters that is no ``PeftModel`` inside the ``with`` block."""
     return attribute_replaced(model, "_hf_peft_config_loaded", True)
 
 
@@ -196,8 +196,8 @@ def has_own_prediction_step(trainer: Any) -> bool:
 
 def labels_of_step(trainer: Any, batches: Any) -> Any:
     """Return the number of labels, over all distinct batches, by which a Trainer divides the loss of these
-    microbatches: labels of predicted tokens. For classes that it does not list as causal (``GPT2LMHeadModel``), it also
-    counts the first label of each row.
+    microbatches: labels of predicted tokens. For classes that transformers does not list as causal
+    (``GPT2LMHeadModel``), Trainer also counts the first label of each row.
     """
     stock = StockTrainer.get_batch_samples
     return stock(trainer, iter(batches), len(batches), trainer.args.device)[1]
