@@ -419,7 +419,7 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def patience_of(backend: Any) -> timedelta | None:
-    """Return the timeout of a backend's operations, if it has one."""
+    """Return the timeout of a backend's operations, if there is one."""
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
@@ -431,8 +431,8 @@ def answer_calls(module: nn.Module, answer: Callable[..., Any]) -> None:
 def kept_results(operators: Collection[Any]) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return two dispatch modes: one for the first pass, which saves the results of ``operators``, one for the
     recomputation. Both handle only the chosen ``operators``. torch's own modes require that both passes call every
-    operator equally often, which fails if a layer gathers experts' weights (shared by replicas) in one pass and has
-    them gathered in the other.
+    operator equally often. This fails if a layer all-gathers experts' weights, sharded over replicas, in one pass but
+    finds them gathered in the other pass.
     """
     first, again = create_selective_checkpoint_contexts(list(operators))
     return _Chosen(operators, first), _Chosen(operators, again)

@@ -45,8 +45,8 @@ def shard_by_type(
     **how: Any,
 ) -> None:
     """Apply ``fully_shard(module, **how)`` to all parameters except ``ignored`` ones, with one group per trained dtype,
-    and one for the parameters in ``uncast``, which keep their dtype in computing. Raise :class:`ConfigError` if this torch has only one group per module, but
-    the module needs several.
+    and one for the parameters in ``uncast``, which keep their dtype in computing. Raise :class:`ConfigError` if this
+    torch has only one group per module, but the module needs several.
     """
     others: _ByType = {}  # to be sharded apart: all but the most frequent trained dtype
     for parameter in module.parameters():
@@ -199,8 +199,8 @@ def reduce_now(model: nn.Module) -> None:
 
 def forget_iteration(model: nn.Module) -> None:
     """Drop the unreduced gradients of an interrupted step, which ``zero_grad`` does not reach, and the record of where
-    its passes stopped. Reduced gradients stay in ``.grad``. The module's own ``reset_iter_state`` keeps unreduced
-    gradients before torch 2.15 and drops reduced gradients since; torch 2.13 does not have that method.
+    the step's passes stopped. Reduced gradients stay in ``.grad``. FSDP2's own ``reset_iter_state`` does not do this:
+    before torch 2.15 it keeps unreduced gradients, since 2.15 it drops reduced gradients, and torch 2.13 lacks it.
     """
     root: Any = model
     parameters = [held for _, group in _sharded_groups(model) for held in group.fsdp_params]
@@ -239,8 +239,8 @@ def _reduce_alike(
     agree: Agree,
     *_: Any,
 ) -> None:
-    # If no tower ran and the embedding is frozen, the inputs of the first layers need no gradient. FSDP2 would then
-    # reduce these layers after the root, but before the root on other ranks.
+    # If no tower ran on this rank and the embedding is frozen, the inputs of the first layers need no gradient. FSDP2
+    # would then reduce these layers after the root, while ranks with a tower reduce them before the root.
     for state in reversed(inner):
         for late in reversed(_groups(state)):
             if late._training_state != TrainingState.POST_BACKWARD:

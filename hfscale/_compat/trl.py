@@ -137,8 +137,8 @@ def remember_generation_sizes(kind: type) -> None:
     """Let the configs of a trainer that generates keep the ``generation_batch_size`` that they are given.
 
     While a config is created, TRL divides this size by the number of processes, and refuses sizes that do not divide.
-    But only the trainer knows how many processes share a batch. The change lasts until the process ends, once per
-    class.
+    But the number of processes that share a batch is known only when the trainer is created. Each class of configs is
+    changed once, until the process ends.
     """
     for module in _modules(kind):
         for config in filter(_plans_generations, vars(module).values()):
@@ -164,7 +164,7 @@ def _remembering(stock: Callable[[Any], None]) -> Callable[[Any], None]:
             stock(config)
             return
         config.generation_batch_size = None
-        # This number is divisible by everything that TRL divides it by.
+        # This number is divisible by all numbers by which TRL divides it.
         config.steps_per_generation = asked * config.num_generations
         stock(config)
         config.generation_batch_size = asked
@@ -229,7 +229,7 @@ class DistillationHooks(_Mixin):
 
     @_forward_redirection.setter
     def _forward_redirection(self, _: Any) -> None:
-        """Ignore TRL's own value, which runs the loss as the forward pass of a wrapper."""
+        """Ignore the value that TRL sets, which runs the loss inside the forward pass of a wrapper."""
 
     def _compute_loss(self, student: Any, inputs: Any, num_items_in_batch: Any) -> Any:
         batch = {name: value for name, value in inputs.items() if name not in _GENERATED}

@@ -230,7 +230,7 @@ def questions(path: str, source: str) -> Iterator[tuple[str, str, str]]:
 
 
 def disordered(text: str) -> str:
-    """Return the words of a text in a shuffled order that is fixed by the text: the rejected text of a pair."""
+    """Shuffle the words of a text, in the same way for the same text; the result is the rejected text of a pair."""
     words = text.split()
     random.Random(text).shuffle(words)
     return " ".join(words)

@@ -29,8 +29,8 @@ def text_positions(position_ids: Tensor) -> Tensor | None:
 def begins_anew(position_ids: Tensor, attention_mask: Any = None) -> Tensor:
     """Return flags ``[b, s - 1]``, for all tokens but the first, that are true where a document begins within its row.
     As in transformers, a document begins where a position is not its predecessor plus one. With a padding mask,
-    transformers assumes one document per row. This function does not: with a mask, a document begins where the positions
-    of two attended neighbours do not increase.
+    transformers assumes one document per row. This function does not: with a mask, a document begins where the
+    positions of two attended neighbours do not increase.
     """
     steps = position_ids.diff(dim=-1)
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:

@@ -159,14 +159,14 @@ class AsStored:
     """Convert a model's tensors to those of a plain Hugging Face checkpoint; this works on the meta device too."""
 
     def __init__(self, model: Any, contents: dict[str, Tensor]) -> None:
-        """Take all tensors on the meta device; raise :class:`CheckpointError` if they cannot be converted group by
-        group.
+        """Take all tensors, ``contents``, on the meta device. Raise :class:`CheckpointError` if converting them group
+        by group (tensors that are stored together) does not give transformers' result.
         """
         self._model, self._whole, self._conversions = model, contents, _conversions(model)
         self._names = stored_names(model)
         with self._reverting():
             expected: dict[str, Tensor] = revert_weight_conversion(model, dict(contents))
-            # parameter -> all parameters stored together with it, in order, itself included; only for groups of several
+            # parameter -> its group, all parameters that are stored together, in order; only for groups of two or more
             self.together, renamed = _together(model, contents, self._conversions)
             self.together |= _after_another(model, contents, self.together, set(expected))
         self._renamed = {name: key for name, key in renamed.items() if name not in self.together}
@@ -185,8 +185,8 @@ class AsStored:
             )
 
     def made_of(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the stored tensors made of a parameter; for parameters stored together, only with the group's last
-        one.
+        """Return the stored tensors made of a parameter. For a group of parameters stored together, return all stored
+        tensors when the group's last parameter is given, and none before.
         """
         if name in self._renamed:
             return self._names.stored_keys({self._renamed[name]: tensor})
@@ -208,7 +208,7 @@ class AsStored:
 
     @contextmanager
     def _reverting(self) -> Iterator[None]:
-        """Provide the conversions, and full tensors' shapes, on the model for transformers inside the
+        """Let transformers find the conversions, and the shapes of full tensors, on the model inside the
         ``with`` block.
         """
         model = self._model
