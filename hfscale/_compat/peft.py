@@ -294,7 +294,7 @@ def adds_to_lookup(embedding: nn.Module) -> bool:
 
 
 def look_up_by(embedding: nn.Module, look_up: Callable[..., Tensor]) -> None:
-    """Let such a wrapper (see :func:`adds_to_lookup`) look up rows of its first factor by ``look_up``."""
+    """Let a wrapped embedding (see :func:`adds_to_lookup`) look up rows of its first LoRA factor by ``look_up``."""
     embedding._embed = look_up  # type: ignore[assignment]
 
 
@@ -307,7 +307,7 @@ def adapted_experts(wrapper: Any) -> tuple[str | None, int]:
 
 
 def terms_of_experts(experts: Any) -> Iterator[tuple[str, Tensor, Tensor, int, float]]:
-    """Yield a term for each active adapter on ``experts``: parameter name, ``A``, ``B``, number of experts, scale."""
+    """Yield, for each active adapter on ``experts``: parameter name, ``A``, ``B``, number of experts, scale."""
     while hasattr(experts, "parameter_name"):  # nested wrappers, one for each parameter
         active = [] if experts.disable_adapters else experts.active_adapters
         for adapter in (name for name in active if name in experts.lora_A):
@@ -319,7 +319,9 @@ def terms_of_experts(experts: Any) -> Iterator[tuple[str, Tensor, Tensor, int, f
 
 @cache
 def _lora_projections() -> tuple[type, ...]:
-    """Return the wrapper classes that add plain LoRA to a projection, bitsandbytes' included if they are imported."""
+    """Return the wrapper classes that add plain LoRA to a projection; those for bitsandbytes' projections only if PEFT
+    has imported them.
+    """
     from peft.tuners.lora import layer
 
     over_bytes = sys.modules.get("peft.tuners.lora.bnb")

@@ -353,8 +353,8 @@ schema_of: Callable[[Any], Any] = attrgetter("_schema")
 
 
 def alike(tensors: list[Tensor]) -> list[tuple[list[Tensor], list[int]]]:
-    """Group tensors by device and dtype, so that one foreach launch can take each group; return the groups, each with
-    its indices in the list.
+    """Group tensors by device and dtype, so that one foreach launch can process a group; return the groups, each with
+    the indices of its tensors in the list.
     """
     groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[int]]] = {}
     for place, tensor in enumerate(tensors):
@@ -372,11 +372,13 @@ norms_of: Callable[
     ],
     Sequence[Tensor],
 ] = torch._foreach_norm
-"""Return the norm of each tensor of a list, which share one device and dtype, in one launch."""
+"""Return the norm of each tensor of a list, in one launch; all tensors have the same device and dtype."""
 
 
 def unscale_and_check(gradients: list[Tensor], factor: float) -> bool:
-    """Multiply ``gradients`` in place; return whether any entry is not finite. Synchronizes with the device."""
+    """Multiply ``gradients`` by ``factor`` in place; return whether any entry is not finite. Synchronizes with the
+    device.
+    """
     overflows = {
         device: torch.zeros(1, device=device)
         for device in {gradient.device for gradient in gradients}
@@ -396,7 +398,9 @@ def copy_all(tensors: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply ``tensors``, which share one device and dtype, in place; the product is computed in at least 32 bits."""
+    """Multiply ``tensors`` (of one device and dtype) by ``factor`` in place; the product is computed in at least 32
+    bits.
+    """
     first = tensors[0]
     if first.element_size() > 2:
         torch._foreach_mul_(tensors, factor.to(first))

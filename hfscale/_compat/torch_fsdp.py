@@ -125,7 +125,7 @@ def _sharded_groups(model: nn.Module, inner: bool = True) -> Iterator[tuple[str,
 
 
 def _states(model: nn.Module) -> list[Any]:
-    """Return the states of the wrapped modules, outer ones first."""
+    """Return FSDP2's states of the wrapped modules, outer modules first."""
     return [_state_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
 
 
@@ -141,8 +141,9 @@ class ParameterGroup:
         """Set a hook that gets the buffer after it is reduced over the shards."""
 
         def averaged(flat: Tensor) -> None:
-            # The buffer belongs to the reduce-scatter stream, and hooks run on another one. FSDP2 frees it as soon
-            # as they are called, unless gradients are views of it, and the next group's reduction would overwrite it.
+            # The buffer belongs to the reduce-scatter stream, and hooks run on another stream. FSDP2 frees the buffer
+            # as soon as the hook is called, unless gradients are views of the buffer. Without this call, the next
+            # group's reduction would overwrite the buffer.
             keep_for_stream(flat)
             hook(flat)
 
@@ -162,7 +163,7 @@ def cast_shards(model: nn.Module, types: Mapping[nn.Parameter, torch.dtype]) -> 
     """
     for _, group in _sharded_groups(model):
         for held in group.fsdp_params:
-            held.reset_sharded_param()  # before the first pass they may not be the loaded ones
+            held.reset_sharded_param()  # before the first pass FSDP2 may not have the loaded parameters
         trained = [held for held in group.fsdp_params if held.sharded_param.requires_grad]
         wanted = {types.get(held.sharded_param, held.sharded_param.dtype) for held in trained}
         if len(wanted) != 1 or wanted == {held.sharded_param.dtype for held in trained}:
@@ -321,10 +322,10 @@ def managed_places(model: nn.Module, inner: bool = True) -> Iterator[ManagedPlac
 
 
 class _Whole(FSDPParam):
-    """Compute with a shard that is the whole parameter; FSDP2 would keep a copy of it from its first pass on."""
+    """Compute with a shard that is the whole parameter; stock FSDP2 makes a copy of the shard in the first pass."""
 
     def _is_read_in_place(self) -> bool:
-        """Return whether the shard can be read directly: in its own dtype, on the device, alone in its storage."""
+        """Return whether the shard can be read directly: not cast, not offloaded, and alone in its storage."""
         shard = self._sharded_param_data
         alone = shard.untyped_storage().nbytes() == shard.nbytes
         return self.param_dtype is None and not self.offload_to_cpu and alone

@@ -58,11 +58,11 @@ class Destination:
 def checkpoint_targets(
     model: Any, keys: list[str], weight_mapping: list[Any]
 ) -> dict[str, Destination]:
-    """Map stored keys to destinations, in transformers' order. Entries of ``weight_mapping`` that these keys use are
-    marked as used, because transformers saves by used entries, and a rank that reads only one stage's keys must save
+    """Map stored keys to destinations, in transformers' order. Mark the entries of ``weight_mapping`` that these keys
+    use: transformers converts by marked entries when it saves, and a rank that reads only one stage's keys must save
     all stages.
     """
-    copies = copy.deepcopy(weight_mapping)  # matching also sets other marks
+    copies = copy.deepcopy(weight_mapping)  # matching also changes other attributes
     result = _destinations(keys, copies, model.base_model_prefix, model.state_dict())
     for entry, copied in zip(weight_mapping, copies, strict=True):
         entry._was_used = entry.was_used() or copied.was_used()
