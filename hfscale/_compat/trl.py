@@ -96,15 +96,15 @@ class EngineHooks(_Mixin):
             super()._init_vllm()
 
     def _iter_named_params(self) -> Any:
-        """Return the weights, after waiting for the first of them, since TRL announces weights to a server at that
-        moment.
+        """Return an iterator over the weights, with the first weight made already, since TRL announces weights to a
+        server when this method returns.
         """
         weights = self.weights()
         return chain(list(islice(weights, 1)), weights)
 
     def sync_weights(self) -> None:
-        """Send the weights. TRL's own method writes into parameters, but a colocated engine may convert weights as it
-        loads.
+        """Send the weights. For a colocated engine, TRL's own method would write into the engine's parameters; here the
+        engine's ``reload_weights`` is called, because the engine may convert weights when it loads them.
         """
         if self.mode == "server":
             super().sync_weights()
@@ -114,7 +114,7 @@ class EngineHooks(_Mixin):
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
         if self.adapter_rank:
-            self._syncs += 1  # an engine reads the adapter of a number only once
+            self._syncs += 1  # a new number: an engine reads the adapter of a number only once
             request = importlib.import_module("vllm.lora.request").LoRARequest(
                 "trained", self._syncs, self.adapter()
             )

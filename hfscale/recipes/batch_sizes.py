@@ -124,7 +124,7 @@ def expect_memory(model: Any, recipe: Recipe, limit: float | None) -> Any:
 
 
 def of_one_microbatch(recipe: Recipe, layout: hfscale.ParallelConfig) -> dict[str, Any]:
-    """Return the arguments of :func:`hfscale.memory_estimate` for a recipe's steps."""
+    """Return the arguments of :func:`hfscale.memory_estimate` for one microbatch of a recipe's steps."""
     training = recipe.training
     microbatches, size = per_rank(training.batch_size, layout.batch_world, training.microbatch_size)
     count = layout.microbatches_of(microbatches)

@@ -30,12 +30,12 @@ RANDOM = "rng_state.pth"  # stock Trainer reads this file in a single process
 class TrainerHooks(_Mixin):
     """A mixin that overrides a Trainer's methods for saving, resuming and clipping; all of them run on every rank.
 
-    A subclass has, for states: ``write_state(directory)`` and ``read_state(checkpoint)`` of optimizer, schedule and
-    RNG, ``write_random_states(directory)`` for stock Trainer, and ``put_back_random_states()``, which restores the RNG
-    states that were read last. For weights: ``read_weights(checkpoint)`` to resume, and
-    ``read_best_weights(checkpoint)``. And contexts: ``written_aside(target)``, which yields a directory in which
-    Trainer writes in place of ``target``; ``kept_in_memory()``, such a context if the step is to be saved to memory,
-    else ``None``; and ``around_inputs()``, around the preparation of a batch.
+    A subclass has these methods. For states: ``write_state(directory)`` and ``read_state(checkpoint)`` of optimizer,
+    schedule and RNG, ``write_random_states(directory)`` for stock Trainer, and ``put_back_random_states()``, which
+    restores the RNG states that were read last. For weights: ``read_weights(checkpoint)`` to resume, and
+    ``read_best_weights(checkpoint)``. Three return context managers: ``written_aside(target)`` yields a directory to
+    which Trainer writes instead of ``target``; ``kept_in_memory()`` is the same for a step to be saved to memory, and
+    ``None`` for other steps; ``around_inputs()`` is entered while a batch is prepared.
     """
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
