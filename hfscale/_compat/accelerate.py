@@ -25,8 +25,8 @@ _BATCHES = "batches_of_a_step"
 
 
 class BatchScheduler(AcceleratedScheduler):
-    """A schedule that steps ``batches()`` times per optimizer step; Accelerate's own steps once per process. A schedule
-    that follows a metric steps once for each value of the metric.
+    """Step a schedule ``batches()`` times per optimizer step; Accelerate's own class steps it once per process. A
+    schedule that follows a metric is stepped once for each value of the metric.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class BatchScheduler(AcceleratedScheduler):
         self._batches = batches
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step like Accelerate's schedule. A finite schedule (one cycle) is not stepped beyond its end."""
+        """Step like Accelerate's schedule. A schedule of a fixed length (one cycle) is not stepped beyond its end."""
         told = bool(args or kwargs)  # a metric's value, or an epoch
         for _ in range(self._batches() if self.gradient_state.sync_gradients and not told else 1):
-            # Schedules of schedules and schedules that follow a metric do not count steps.
+            # Schedules made of other schedules, and schedules that follow a metric, do not count steps.
             if getattr(self.scheduler, "_step_count", 0) <= getattr(
                 self.scheduler, "total_steps", math.inf
             ):
@@ -80,8 +80,8 @@ def _follows_a_metric(scheduler: Any) -> bool:
 
 @dataclass
 class LastBatch:
-    """Hold the last batch of a stream. Of the last step's rows on all ranks, only the first ``left`` are new; the
-    remaining rows repeat earlier ones.
+    """Hold the last batch of a stream. Of the rows that all ranks have in the last step, only the first ``left`` are
+    new; the remaining rows repeat earlier rows.
     """
 
     batch: Any
@@ -106,7 +106,7 @@ def count_last_batch(loader: Any) -> None:
 
 
 def is_prepared(what: Any) -> bool:
-    """Return whether any accelerator has already prepared a data loader or a schedule."""
+    """Return whether any accelerator has already prepared ``what``, a data loader or a schedule."""
     return isinstance(what, DataLoaderShard | DataLoaderDispatcher | AcceleratedScheduler)
 
 
@@ -191,7 +191,7 @@ def note(held: list[Any], made: Any) -> Any:
 
 
 class _Position:
-    """The state of a prepared loader, with what is needed to resume in another layout: the number of rows that all
+    """Add to the state of a prepared loader the values needed to resume in another layout: the number of rows that all
     ranks' batches have together, and the epoch and the seed that determine the order.
     """
 

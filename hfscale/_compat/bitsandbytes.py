@@ -45,7 +45,7 @@ def misreads_rows(width: int) -> bool:
 
 def multiplies_values(x: Tensor) -> bool:
     """Return whether bitsandbytes multiplies ``x [..., in]`` by a 4-bit weight with ``dequantize_4bit`` and torch's
-    own product, so that a product with dequantized values is equal to the last bit.
+    own product. If so, a product computed by hfscale with dequantized values is equal bit for bit.
     """
     if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
         return True  # before 0.50
@@ -119,8 +119,8 @@ scales_of_rows: Callable[[Any], Tensor] = attrgetter("SCB")
 
 
 def dequantized_stock(module: Any, parameter: Any) -> Tensor:
-    """Return a quantized parameter of ``module`` (bitsandbytes' own class), dequantized; 4-bit ones to their first
-    dtype.
+    """Dequantize a parameter of ``module`` that has one of bitsandbytes' own classes; return a 4-bit parameter in the
+    dtype that it had before quantization.
     """
     if type(parameter).__name__ == _PARAMETERS[0]:
         return functional().dequantize_4bit(parameter.data, parameter.quant_state)

@@ -1,7 +1,8 @@
 """List all changes that hfscale makes in other libraries until the process ends, and make those changes.
 
-All other replacements are undone at the end of a ``with`` block. The places listed here are called by code of users and
-of other libraries without hfscale: such code would take a rank's shards for the whole model, without an error.
+All other replacements are undone at the end of a ``with`` block. Code of users and of other libraries calls the
+functions listed here without hfscale. Unchanged, most of them would take a rank's shards for the whole model, without
+an error.
 ``HFSCALE_GUARDS=0`` leaves out all of these changes.
 """
 
@@ -83,7 +84,7 @@ def at_an_uncaught_error(
     told: Callable[[BaseException], Any], behind: Callable[[Any], None] | None = None
 ) -> None:
     """Call ``told(error)`` when an error ends this process, then print the traceback, then call ``behind`` with the
-    result of ``told``. Functions that were registered last are called first.
+    result of ``told``. The pair of functions that was registered last is called first.
     """
     replace_for_good(sys, "excepthook", _hook_around)
     if (told, behind) not in _told:

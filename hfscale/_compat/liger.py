@@ -107,9 +107,9 @@ def keep_gradients(module: nn.Module) -> None:
 
 @contextmanager
 def _names_of_files() -> Iterator[dict[int, dict[str, Any]]]:
-    """Yield a dict of the names that are replaced in files of transformers and torch; restore those names at the end.
+    """Restore, at the end of the block, all names in files of transformers and torch that were replaced in the block.
 
-    The dict is filled at the end: id of a file's names -> name -> replaced value.
+    Yield a dict that is filled at the end: id of a file's names -> name -> the value that replaced the stock one.
     """
     files: list[ModuleType] = [nn, nn.functional]
     files += [file for name, file in list(sys.modules.items()) if ".modeling_" in name]
@@ -130,7 +130,7 @@ def _names_of_files() -> Iterator[dict[int, dict[str, Any]]]:
 
 
 def applies(function: Any, name: str) -> bool:
-    """Return whether ``function`` is the activation that :func:`activation_of` returns as ``name``, by its values."""
+    """Return whether ``function`` computes the values of the activation that :func:`activation_of` calls ``name``."""
     x = torch.linspace(-4, 4, 9)
     wanted: Tensor = (
         nn.functional.silu(x) if name == "silu" else nn.functional.gelu(x, approximate="tanh")

@@ -133,7 +133,7 @@ def is_wrapper(module: nn.Module | None) -> bool:
 
 @contextmanager
 def adapters_switched_off(model: nn.Module) -> Iterator[None]:
-    """Let wrappers compute without adapters inside the ``with`` block; unlike PEFT's, keep
+    """Let wrappers compute without adapters inside the ``with`` block; unlike PEFT's own switch, keep
     ``requires_grad`` unchanged.
     """
     with ExitStack() as stack:
@@ -158,7 +158,7 @@ def wrapped_by_peft(model: nn.Module) -> bool:
 
 def functions_that_adapt() -> list[tuple[type, str]]:
     """Return (class, name) of the methods by which PEFT wraps a model or injects adapters: all public functions of PEFT
-    call one of these methods, with the model as first argument. Return nothing while PEFT has not been imported.
+    call one of these methods, with the model as first argument. Return an empty list before PEFT is imported.
     """
     if "peft" not in sys.modules:
         return []
@@ -242,7 +242,7 @@ def _tie_copies(peft_model: Any, config: Any, name: str) -> None:
 
 
 def add_adapter(peft_model: Any, config: Any, name: str, autocast: bool = True) -> None:
-    """Add an adapter to a PEFT model, inactive and frozen; its weights are created as in :func:`wrapped_model`."""
+    """Add an inactive and frozen adapter to a PEFT model; its weights are created as in :func:`wrapped_model`."""
     with torch.random.fork_rng(devices=[]):
         type(peft_model).add_adapter(
             peft_model,
@@ -255,14 +255,14 @@ def add_adapter(peft_model: Any, config: Any, name: str, autocast: bool = True) 
 
 
 def delete_adapter(peft_model: Any, name: str) -> None:
-    """Delete an adapter from a PEFT model by PEFT's own functions, even if those are replaced on the model."""
+    """Delete an adapter from a PEFT model by PEFT's own functions, even if the model has replacements of them."""
     base = peft_model.base_model
     with attribute_replaced(base, "delete_adapter", partial(type(base).delete_adapter, base)):
         type(peft_model).delete_adapter(peft_model, name)
 
 
 def set_adapters(peft_model: Any, names: Any, *args: Any, **kwargs: Any) -> None:
-    """Activate adapters of a PEFT model by PEFT's own function, even if that is replaced on the model."""
+    """Activate adapters of a PEFT model by PEFT's own function, even if the model has a replacement of it."""
     base = peft_model.base_model
     type(base).set_adapter(base, names, *args, **kwargs)
 
@@ -276,7 +276,9 @@ def is_feedforward(config: Any, name: str) -> bool:
 
 
 def ask_before_state_dicts(ask: Callable[[Any], None]) -> None:
-    """Call ``ask(model)``, which may raise, in every later ``get_peft_model_state_dict``, however that was imported."""
+    """Call ``ask(model)``, which may raise, in every later call of ``get_peft_model_state_dict``, even where the
+    function was imported before.
+    """
     from peft.utils import save_and_load
 
     def check(model: Any) -> tuple[Any, ...]:
@@ -292,7 +294,7 @@ def adds_to_lookup(embedding: nn.Module) -> bool:
 
 
 def look_up_by(embedding: nn.Module, look_up: Callable[..., Tensor]) -> None:
-    """Let such a wrapper (see :func:`adds_to_lookup`) look up rows of its first factor by ``look_up``."""
+    """Let a wrapped embedding (see :func:`adds_to_lookup`) look up rows of its first LoRA factor by ``look_up``."""
     embedding._embed = look_up  # type: ignore[assignment]
 
 
@@ -305,7 +307,7 @@ def adapted_experts(wrapper: Any) -> tuple[str | None, int]:
 
 
 def terms_of_experts(experts: Any) -> Iterator[tuple[str, Tensor, Tensor, int, float]]:
-    """Yield a term for each active adapter on ``experts``: parameter name, ``A``, ``B``, number of experts, scale."""
+    """Yield, for each active adapter on ``experts``: parameter name, ``A``, ``B``, number of experts, scale."""
     while hasattr(experts, "parameter_name"):  # nested wrappers, one for each parameter
         active = [] if experts.disable_adapters else experts.active_adapters
         for adapter in (name for name in active if name in experts.lora_A):
@@ -317,7 +319,9 @@ def terms_of_experts(experts: Any) -> Iterator[tuple[str, Tensor, Tensor, int, f
 
 @cache
 def _lora_projections() -> tuple[type, ...]:
-    """Return the wrapper classes that add plain LoRA to a projection, bitsandbytes' included if they are imported."""
+    """Return the wrapper classes that add plain LoRA to a projection; those for bitsandbytes' projections only if PEFT
+    has imported them.
+    """
     from peft.tuners.lora import layer
 
     over_bytes = sys.modules.get("peft.tuners.lora.bnb")
@@ -336,7 +340,7 @@ def active_lora(wrapper: Any) -> tuple[nn.Module, nn.Module, float] | str:
     """
     held = vars(
         wrapper
-    )  # asked in every pass of every wrapper, and attributes of modules take long
+    )  # this runs in every pass of every wrapper, and reading attributes of modules one by one is slow
     if wrapper.disable_adapters or held["merged_adapters"]:
         return "merged or switched off"
     inside: Any = own_modules(wrapper)
@@ -388,8 +392,8 @@ def tokens_of(wrapper: Any, name: str) -> tuple[int, ...]:
 def wrap_tokens(
     model: nn.Module, adapter: str, path: str, tokens: Sequence[int], tied: str | None
 ) -> None:
-    """Wrap the module at ``path`` so that rows of ``tokens`` are replaced by trained rows. ``adapter`` is the full name
-    of these rows, and ``tied`` the path of a wrapped module with which the rows are shared.
+    """Wrap the module at ``path`` so that trained rows replace its rows of ``tokens``. ``adapter`` is the full name of
+    the parameter with the trained rows, and ``tied`` the path of a wrapped module that shares them.
     """
     from peft.tuners.trainable_tokens import TrainableTokensLayer
     from peft.utils.other import TrainableTokensWrapper
@@ -415,7 +419,7 @@ def layer_of_tokens(wrapper: nn.Module) -> Any:
 
 
 def put_original_rows(layer: Any, name: str, rows: Tensor) -> None:
-    """Set the original rows that a wrapper of token rows restores when it is unmerged."""
+    """Set the original rows that a wrapper of token rows restores when its trained rows are unmerged."""
     layer.trainable_tokens_original[name] = rows
 
 

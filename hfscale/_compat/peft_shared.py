@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .replaced import attribute_replaced
 from .torch import own_buffers, own_parameters
 
-# Methods of which PEFT draws matrices that are large enough for the largest wrapped module.
+# Methods for which PEFT draws random matrices, large enough for the largest wrapped module.
 _OF_LARGEST = ("VERA", "PVERA", "RANDLORA")
 _WITH_TABLES = "UNILORA"
 _FIXED = (
@@ -33,8 +33,8 @@ _FIXED = (
 
 @contextmanager
 def fixed_values_stay(config: Any) -> Iterator[None]:
-    """Let PEFT draw the frozen values of adapters in real memory, even for modules on the meta device, and also on a
-    pipeline stage where no module is wrapped.
+    """Let PEFT draw adapters' frozen values (such as VeRA's shared matrices) in real memory, even for modules on the
+    meta device, and also on a pipeline stage where no module is wrapped.
     """
     from peft.tuners._buffer_dict import BufferDict
 
@@ -76,7 +76,7 @@ def _scales_stay() -> Iterator[None]:
 
 @contextmanager
 def _sizes_of_none(config: Any) -> Iterator[None]:
-    """Let a pipeline stage without an adapted module draw matrices of one entry."""
+    """Let a pipeline stage without an adapted module draw matrices with one entry, since it has no shapes."""
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
     from peft.utils.constants import DUMMY_TARGET_MODULES
 
@@ -89,8 +89,8 @@ def _sizes_of_none(config: Any) -> Iterator[None]:
 
 
 def fixed_values(peft_model: Any, name: str) -> dict[str, Any]:
-    """Return the holders of frozen values of the adapter ``name``, by their paths in PEFT's model; a shared holder
-    appears under each of its paths.
+    """Return the containers (PEFT's ``BufferDict``) that hold frozen values of the adapter ``name``, by their paths in
+    PEFT's model; a shared container appears under each of its paths.
     """
     return {
         path: module
@@ -100,7 +100,7 @@ def fixed_values(peft_model: Any, name: str) -> dict[str, Any]:
 
 
 def is_stored(holder: Any) -> bool:
-    """Return whether a holder's values are in a state dict, and hence in an adapter's file."""
+    """Return whether the frozen values in a container are in a state dict, and hence in an adapter's file."""
     return bool(holder.persistent)
 
 

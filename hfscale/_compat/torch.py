@@ -154,7 +154,7 @@ def own_contents(
 
 
 def passes_otherwise(module: nn.Module) -> bool:
-    """Return whether hooks, or a ``forward`` of its own, change this module's forward pass from that of its class."""
+    """Return whether this module's forward pass differs from its class's, by hooks or by a ``forward`` set on it."""
     before, behind, *_ = _ON_BOTH_SIDES(module)
     return bool(before or behind or "forward" in vars(module))
 
@@ -200,7 +200,7 @@ def has_accumulation_hook(tensor: Tensor) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how many in-place writes a tensor has had."""
+    """Return how often a tensor has been written in place."""
     return tensor._version
 
 
@@ -277,8 +277,8 @@ _OVERLOAD = type(torch.ops.aten.mm.default)
 
 
 def operators_named(name: str) -> list[Any] | None:
-    """Return the operators of a name: one for ``aten.mm.default``, all overloads that work out of place for
-    ``aten.mm``; ``None`` if the name is unknown.
+    """Return the operators with this name: for ``aten.mm.default`` one operator, for ``aten.mm`` all overloads that do
+    not write in place; ``None`` if the name is unknown.
     """
     operators: Any = torch.ops
     for part in name.removeprefix("torch.ops.").replace("::", ".").split("."):
@@ -305,7 +305,8 @@ def current_node_number() -> int:
 
 def gradients_asked(ctx: Any) -> Sequence[bool]:
     """Return, for each input of an ``autograd.Function``, whether the current backward pass needs its gradient.
-    ``needs_input_grad`` tells that of any pass instead; it is returned when compiling, because compilers can trace it.
+    ``needs_input_grad`` tells whether any pass may need it; when compiling, ``needs_input_grad`` is returned, because
+    compilers can trace it.
     """
     if torch.compiler.is_compiling():
         return ctx.needs_input_grad
@@ -352,8 +353,8 @@ schema_of: Callable[[Any], Any] = attrgetter("_schema")
 
 
 def alike(tensors: list[Tensor]) -> list[tuple[list[Tensor], list[int]]]:
-    """Group tensors by device and dtype, so that one foreach launch can take each group; return the groups, each with
-    its indices in the list.
+    """Group tensors by device and dtype, so that one foreach launch can process a group; return the groups, each with
+    the indices of its tensors in the list.
     """
     groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[int]]] = {}
     for place, tensor in enumerate(tensors):
@@ -371,11 +372,13 @@ norms_of: Callable[
     ],
     Sequence[Tensor],
 ] = torch._foreach_norm
-"""Return the norm of each tensor of a list, which share one device and dtype, in one launch."""
+"""Return the norm of each tensor of a list, in one launch; all tensors have the same device and dtype."""
 
 
 def unscale_and_check(gradients: list[Tensor], factor: float) -> bool:
-    """Multiply ``gradients`` in place; return whether any entry is not finite. Synchronizes with the device."""
+    """Multiply ``gradients`` by ``factor`` in place; return whether any entry is not finite. Synchronizes with the
+    device.
+    """
     overflows = {
         device: torch.zeros(1, device=device)
         for device in {gradient.device for gradient in gradients}
@@ -395,7 +398,9 @@ def copy_all(tensors: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply ``tensors``, which share one device and dtype, in place; the product is computed in at least 32 bits."""
+    """Multiply ``tensors`` (of one device and dtype) by ``factor`` in place; the product is computed in at least 32
+    bits.
+    """
     first = tensors[0]
     if first.element_size() > 2:
         torch._foreach_mul_(tensors, factor.to(first))
@@ -418,7 +423,7 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def patience_of(backend: Any) -> timedelta | None:
-    """Return the timeout of a backend's operations, if it has one."""
+    """Return the timeout of a backend's operations, if there is one."""
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
@@ -430,8 +435,8 @@ def answer_calls(module: nn.Module, answer: Callable[..., Any]) -> None:
 def kept_results(operators: Collection[Any]) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return two dispatch modes: one for the first pass, which saves the results of ``operators``, one for the
     recomputation. Both handle only the chosen ``operators``. torch's own modes require that both passes call every
-    operator equally often, which fails if a layer gathers experts' weights (shared by replicas) in one pass and has
-    them gathered in the other.
+    operator equally often. This fails if a layer all-gathers experts' weights, sharded over replicas, in one pass but
+    finds them gathered in the other pass.
     """
     first, again = create_selective_checkpoint_contexts(list(operators))
     return _Chosen(operators, first), _Chosen(operators, again)

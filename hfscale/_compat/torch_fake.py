@@ -70,7 +70,7 @@ def fake_process_group(world: int, rank: int) -> Iterator[None]:
 
 
 def _named(group: Any) -> Any:
-    """Return the group with a default backend; without one, a group with backends per device would warn."""
+    """Return the group with a default backend; without a default, a group with backends per device would warn."""
     if isinstance(group, dist.ProcessGroup):
         group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
     return group
@@ -96,13 +96,13 @@ def group_of(arguments: Any) -> Any:
     """Return the process group among the arguments of a collective's operator; ``None`` if there is none."""
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject):
-            with suppress(RuntimeError):  # an object of another type: a reduction, a work
+            with suppress(RuntimeError):  # raised for other objects: a reduction, a work
                 return dist.ProcessGroup.unbox(argument)
     return None
 
 
 def finished(func: Any, args: Any) -> Any:
-    """Return the results of a collective's operator as if it had completed: its outputs unchanged."""
+    """Return the results of a collective's operator as if it had completed, with unchanged output tensors."""
     work = FakeWork().boxed()
     made = [work if "Work" in str(value.type) else args[0] for value in func._schema.returns]
     return made[0] if len(made) == 1 else tuple(made)
@@ -159,8 +159,8 @@ _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Casts(TorchFunctionMode):
-    """Cast arguments of certain functions to ``dtype`` and, if ``widens``, of others to 32 bits; record copies of
-    weights.
+    """Cast like autocast: arguments of the functions in ``_NARROWED`` to ``dtype``, and with ``widens`` arguments of
+    the functions in ``_WIDENED`` to 32 bits. Record the copies of weights in ``copies``.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class _Casts(TorchFunctionMode):
                 lambda t: t.float() if isinstance(t, Tensor) and t.dtype in _CAST else t, given
             )
         result = func(*given[0], **given[1])
-        # Model code that casts a weight to autocast's dtype itself.
+        # Model code may itself cast a weight to autocast's dtype: this copy is recorded too.
         if name == "to" and _is_weight(args[0]) and result is not args[0]:
             self._note(result)
         return result
@@ -229,8 +229,9 @@ def autocast_on_meta(like: str) -> Iterator[dict[int, StorageWeakRef]]:
     """Let autocast on the meta device act like autocast on ``like`` (``"cpu"`` or ``"cuda"``) inside the ``with``
     block.
 
-    The block gets a dict, by key, of the storages of all copies of weights so far; keys stay unique while the dict
-    exists. The cast functions are those of torch's lists (Autocast Op Reference) that language models use.
+    The block gets a dict of the storages of all copies of weights so far, by :func:`storage_key`; keys stay unique
+    while the dict exists. Arguments are cast for those functions of torch's lists (Autocast Op Reference) that language
+    models use.
     """
     autocast = torch.autocast
     enabled = torch.is_autocast_enabled

@@ -15,7 +15,7 @@ _NAME_LENGTH = 26  # offset, in an entry's header, of the lengths of name and ex
 
 
 class PlaceInFile(NamedTuple):
-    """Describe where a tensor is in a file: at byte ``begin`` is its first entry; strides count entries."""
+    """Describe where a tensor is in a file: its first entry is at byte ``begin``; strides count entries."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

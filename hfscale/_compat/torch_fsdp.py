@@ -44,9 +44,9 @@ def shard_by_type(
     uncast: Collection[nn.Parameter] = (),
     **how: Any,
 ) -> None:
-    """Apply ``fully_shard(module, **how)`` to all parameters but ``ignored`` ones, with one group per trained dtype,
-    and one for the parameters ``uncast``. Raise :class:`ConfigError` if this torch has only one group per module, but
-    the module needs several.
+    """Apply ``fully_shard(module, **how)`` to all parameters except ``ignored`` ones, with one group per trained dtype,
+    and one for the parameters in ``uncast``, which keep their dtype in computing. Raise :class:`ConfigError` if this
+    torch has only one group per module, but the module needs several.
     """
     others: _ByType = {}  # to be sharded apart: all but the most frequent trained dtype
     for parameter in module.parameters():
@@ -125,7 +125,7 @@ def _sharded_groups(model: nn.Module, inner: bool = True) -> Iterator[tuple[str,
 
 
 def _states(model: nn.Module) -> list[Any]:
-    """Return the states of the wrapped modules, outer ones first."""
+    """Return FSDP2's states of the wrapped modules, outer modules first."""
     return [_state_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
 
 
@@ -141,8 +141,9 @@ class ParameterGroup:
         """Set a hook that gets the buffer after it is reduced over the shards."""
 
         def averaged(flat: Tensor) -> None:
-            # The buffer belongs to the reduce-scatter stream, and hooks run on another one. FSDP2 frees it as soon
-            # as they are called, unless gradients are views of it, and the next group's reduction would overwrite it.
+            # The buffer belongs to the reduce-scatter stream, and hooks run on another stream. FSDP2 frees the buffer
+            # as soon as the hook is called, unless gradients are views of the buffer. Without this call, the next
+            # group's reduction would overwrite the buffer.
             keep_for_stream(flat)
             hook(flat)
 
@@ -162,7 +163,7 @@ def cast_shards(model: nn.Module, types: Mapping[nn.Parameter, torch.dtype]) -> 
     """
     for _, group in _sharded_groups(model):
         for held in group.fsdp_params:
-            held.reset_sharded_param()  # before the first pass they may not be the loaded ones
+            held.reset_sharded_param()  # before the first pass FSDP2 may not have the loaded parameters
         trained = [held for held in group.fsdp_params if held.sharded_param.requires_grad]
         wanted = {types.get(held.sharded_param, held.sharded_param.dtype) for held in trained}
         if len(wanted) != 1 or wanted == {held.sharded_param.dtype for held in trained}:
@@ -199,8 +200,8 @@ def reduce_now(model: nn.Module) -> None:
 
 def forget_iteration(model: nn.Module) -> None:
     """Drop the unreduced gradients of an interrupted step, which ``zero_grad`` does not reach, and the record of where
-    its passes stopped. Reduced gradients stay in ``.grad``. The module's own ``reset_iter_state`` keeps unreduced
-    gradients before torch 2.15 and drops reduced gradients since; torch 2.13 does not have that method.
+    the step's passes stopped. Reduced gradients stay in ``.grad``. FSDP2's own ``reset_iter_state`` does not do this:
+    before torch 2.15 it keeps unreduced gradients, since 2.15 it drops reduced gradients, and torch 2.13 lacks it.
     """
     root: Any = model
     parameters = [held for _, group in _sharded_groups(model) for held in group.fsdp_params]
@@ -239,8 +240,8 @@ def _reduce_alike(
     agree: Agree,
     *_: Any,
 ) -> None:
-    # If no tower ran and the embedding is frozen, the inputs of the first layers need no gradient. FSDP2 would then
-    # reduce these layers after the root, but before the root on other ranks.
+    # If no tower ran on this rank and the embedding is frozen, the inputs of the first layers need no gradient. FSDP2
+    # would then reduce these layers after the root, while ranks with a tower reduce them before the root.
     for state in reversed(inner):
         for late in reversed(_groups(state)):
             if late._training_state != TrainingState.POST_BACKWARD:
@@ -289,7 +290,7 @@ class ManagedPlace:
         return known or parameter is getattr(managed, "unsharded_param", None)
 
     def put_back(self) -> None:
-        """Restore the shard, unless the attribute holds one of FSDP2's own tensors."""
+        """Set the attribute to FSDP2's shard, unless it holds one of FSDP2's own tensors already."""
         if not self.has_its_own():
             self.module._parameters[self.name] = self._parameter.sharded_param
 
@@ -307,7 +308,7 @@ class ManagedPlace:
 
 
 def managed_places(model: nn.Module, inner: bool = True) -> Iterator[ManagedPlace]:
-    """Yield every place of every sharded parameter, all names of tied ones included; ``inner``: of inner
+    """Yield every place of every sharded parameter, with all names of tied parameters; ``inner``: of inner
     modules too.
     """
     for parameter in (
@@ -321,16 +322,16 @@ def managed_places(model: nn.Module, inner: bool = True) -> Iterator[ManagedPlac
 
 
 class _Whole(FSDPParam):
-    """Compute with a shard that is the whole parameter; FSDP2 would keep a copy of it from its first pass on."""
+    """Compute with a shard that is the whole parameter; stock FSDP2 makes a copy of the shard in the first pass."""
 
     def _is_read_in_place(self) -> bool:
-        """Return whether the shard can be read directly: in its own dtype, on the device, alone in its storage."""
+        """Return whether the shard can be read directly: not cast, not offloaded, and alone in its storage."""
         shard = self._sharded_param_data
         alone = shard.untyped_storage().nbytes() == shard.nbytes
         return self.param_dtype is None and not self.offload_to_cpu and alone
 
     def init_all_gather_outputs(self, *given: Any, **named: Any) -> None:
-        """Let the shard be the all-gather's output, so that FSDP2 copies the shard onto itself, which does nothing."""
+        """Use the shard as the all-gather's output, so that FSDP2 copies the shard onto itself, which does nothing."""
         if not self._is_read_in_place():
             super().init_all_gather_outputs(*given, **named)
             return

@@ -121,8 +121,8 @@ def collectives_under_way(leave_out: Iterable[int] = ()) -> list[UnderWay]:
     threads = {str(ident) for ident in leave_out}
     under_way = []
     for entries in _recorded():
-        # NCCL records the sends and receives of a ``batch_isend_irecv`` without events (pytorch#137969): they have
-        # ended when the next entry called ``coalesced`` of their group has ended.
+        # NCCL records the sends and receives of a ``batch_isend_irecv`` without events (pytorch#137969). They have
+        # ended if the next entry of their process group that is called ``coalesced`` has ended.
         batches_ended = set[str]()
         for entry in reversed(entries):
             group = str(entry["process_group"][0])
@@ -178,7 +178,7 @@ def ranks_of_group(name: str) -> list[int]:
 def own_store(prefix: str) -> Any:
     """Return a new connection, with ``prefix``, to the ``torch.distributed.Store`` by which the ranks met."""
     store: Any = _groups._get_default_store()
-    # A blocking call would block all other users of the same connection.
+    # A new connection, because a blocking call would block all other users of the same connection.
     return _groups.PrefixStore(prefix, store.clone() if hasattr(store, "clone") else store)
 
 

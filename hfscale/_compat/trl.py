@@ -96,15 +96,15 @@ class EngineHooks(_Mixin):
             super()._init_vllm()
 
     def _iter_named_params(self) -> Any:
-        """Return the weights, after waiting for the first of them, since TRL announces weights to a server at that
-        moment.
+        """Return an iterator over the weights, with the first weight made already, since TRL announces weights to a
+        server when this method returns.
         """
         weights = self.weights()
         return chain(list(islice(weights, 1)), weights)
 
     def sync_weights(self) -> None:
-        """Send the weights. TRL's own method writes into parameters, but a colocated engine may convert weights as it
-        loads.
+        """Send the weights. For a colocated engine, TRL's own method would write into the engine's parameters; here the
+        engine's ``reload_weights`` is called, because the engine may convert weights when it loads them.
         """
         if self.mode == "server":
             super().sync_weights()
@@ -114,7 +114,7 @@ class EngineHooks(_Mixin):
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
         if self.adapter_rank:
-            self._syncs += 1  # an engine reads the adapter of a number only once
+            self._syncs += 1  # a new number: an engine reads the adapter of a number only once
             request = importlib.import_module("vllm.lora.request").LoRARequest(
                 "trained", self._syncs, self.adapter()
             )
@@ -137,8 +137,8 @@ def remember_generation_sizes(kind: type) -> None:
     """Let the configs of a trainer that generates keep the ``generation_batch_size`` that they are given.
 
     While a config is created, TRL divides this size by the number of processes, and refuses sizes that do not divide.
-    But only the trainer knows how many processes share a batch. The change lasts until the process ends, once per
-    class.
+    But the number of processes that share a batch is known only when the trainer is created. Each class of configs is
+    changed once, until the process ends.
     """
     for module in _modules(kind):
         for config in filter(_plans_generations, vars(module).values()):
@@ -164,7 +164,7 @@ def _remembering(stock: Callable[[Any], None]) -> Callable[[Any], None]:
             stock(config)
             return
         config.generation_batch_size = None
-        # This number is divisible by everything that TRL divides it by.
+        # This number is divisible by all numbers by which TRL divides it.
         config.steps_per_generation = asked * config.num_generations
         stock(config)
         config.generation_batch_size = asked
@@ -229,7 +229,7 @@ class DistillationHooks(_Mixin):
 
     @_forward_redirection.setter
     def _forward_redirection(self, _: Any) -> None:
-        """Ignore TRL's own value, which runs the loss as the forward pass of a wrapper."""
+        """Ignore the value that TRL sets, which runs the loss inside the forward pass of a wrapper."""
 
     def _compute_loss(self, student: Any, inputs: Any, num_items_in_batch: Any) -> Any:
         batch = {name: value for name, value in inputs.items() if name not in _GENERATED}

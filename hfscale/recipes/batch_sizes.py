@@ -36,8 +36,8 @@ def per_rank(batch_size: int, batch_world: int, microbatch_size: int | None) -> 
 
 
 def microbatches_of_step(recipe: Recipe, batch_world: int) -> tuple[int, int]:
-    """Return :func:`per_rank` for a recipe. Rows of several texts (pairs, pictures) are split into the pipeline's
-    microbatches here, because the pipeline itself would split between the texts of a row.
+    """Return :func:`per_rank` for a recipe. If a row becomes several texts or pictures (pairs, for example), the result
+    counts the pipeline's own microbatches, because the pipeline would otherwise split between the texts of a row.
     """
     training = recipe.training
     microbatches, size = per_rank(training.batch_size, batch_world, training.microbatch_size)
@@ -72,14 +72,14 @@ def by_cost(order: Tensor, costs: Tensor, batch_world: int, size: int) -> Tensor
         costs[order].argsort(dim=1, descending=True, stable=True),
     )
     rounds = falling.view(len(order), -1, batch_world, size)
-    # The rank with the costliest microbatch of one round gets the cheapest one of the next round.
+    # The rank with the costliest microbatch of one round gets the cheapest microbatch of the next round.
     rounds[:, 1::2] = rounds[:, 1::2].flip(2)
     return rounds.transpose(1, 2).flatten(1)
 
 
 def dealt(order: Tensor, batch_world: int, microbatches: int, size: int) -> list[int]:
-    """Return the sequences in the order of a data loader: each batch rank in turn gets one microbatch, which is
-    ``size`` consecutive entries of a step in ``order``.
+    """Return the sequences in the order in which a data loader reads them: in turn, each rank with a distinct batch
+    gets one microbatch, which is ``size`` consecutive entries of a step in ``order``.
     """
     return order.view(-1, batch_world, microbatches, size).transpose(1, 2).flatten().tolist()
 
@@ -124,7 +124,7 @@ def expect_memory(model: Any, recipe: Recipe, limit: float | None) -> Any:
 
 
 def of_one_microbatch(recipe: Recipe, layout: hfscale.ParallelConfig) -> dict[str, Any]:
-    """Return the arguments of :func:`hfscale.memory_estimate` for a recipe's steps."""
+    """Return the arguments of :func:`hfscale.memory_estimate` for one microbatch of a recipe's steps."""
     training = recipe.training
     microbatches, size = per_rank(training.batch_size, layout.batch_world, training.microbatch_size)
     count = layout.microbatches_of(microbatches)

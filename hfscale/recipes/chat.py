@@ -161,8 +161,9 @@ def by_prefixes(
         list[int],
     ],
 ) -> list[int]:
-    """Return labels that cover each assistant turn: the tokens that follow the rendering of the earlier messages plus
-    the assistant's heading. ``rendered(n, answer)`` returns the tokens of the first ``n`` messages.
+    """Return labels that cover each assistant turn: the tokens after the rendering of the earlier messages and the
+    assistant's heading. ``rendered(n, answer)`` returns the tokens of the first ``n`` messages, with ``answer``
+    followed by the assistant's heading.
     """
     labels = [IGNORED] * len(ids)
     for index, message in enumerate(messages):

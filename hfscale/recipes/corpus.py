@@ -153,7 +153,7 @@ def _document(
     record: dict[str, Any],
     data: DataRecipe,
 ) -> Iterator[Document]:
-    """Yield a document of the record's columns that ``data.format`` needs; yield nothing if its text is blank."""
+    """Yield a document with the record's columns that ``data.format`` needs; yield nothing if its text is blank."""
     _check_columns(name, list(record), data)
     # Reward functions may read any column.
     wanted = list(record) if data.format == "prompts" else needed_columns(data).values()
@@ -230,7 +230,7 @@ def questions(path: str, source: str) -> Iterator[tuple[str, str, str]]:
 
 
 def disordered(text: str) -> str:
-    """Return the words of a text in a shuffled order that is fixed by the text: the rejected text of a pair."""
+    """Shuffle the words of a text, in the same way for the same text; the result is the rejected text of a pair."""
     words = text.split()
     random.Random(text).shuffle(words)
     return " ".join(words)

@@ -25,7 +25,7 @@ from .rows import IGNORED, Example, cut, packed_rows, separate_rows
 from .schema import DataRecipe, RecipeError
 
 END_OF_TEXT = "<|endoftext|>"
-END_OF_TEXT_ID = 0  # the only special token, and those come first in the vocabulary
+END_OF_TEXT_ID = 0  # the only special token; special tokens come first in the vocabulary
 
 _AT_ONCE = 64
 

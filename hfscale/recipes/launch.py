@@ -38,8 +38,8 @@ def layout_of(recipe: Recipe) -> "hfscale.ParallelConfig":  # quoted, because th
 
 
 def launch_options(processes: int, arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of ``accelerate launch`` that run a recipe. Port 0 means any free port; defaults are given
-    explicitly, because Accelerate prints a list of defaults that were left out.
+    """Return the arguments of ``accelerate launch`` that run a recipe. Port 0 means any free port. Options with default
+    values are given explicitly, because Accelerate prints a list of the options that are left out.
     """
     ranks = ["--multi_gpu", "--main_process_port", "0"] if processes > 1 else []
     options = [*ranks, "--num_processes", str(processes), "--num_machines", "1"]

@@ -21,7 +21,7 @@ from .schema import RecipeError
 T = TypeVar("T")
 
 _HEAD_START_SECONDS = 5.0
-_SPREAD = 10  # so many ranks wait for different times before they print their error
+_SPREAD = 10  # number of ranks that wait for different times before they print their error
 # EIO, ENOMEM, EFBIG, ENOSPC, EDQUOT, also in torch's messages: a later attempt may have enough memory or disk
 _OF_THE_MACHINE = re.compile(r"\[Errno (5|12|27|28|122)\]|inline_container|unable to mmap")
 

@@ -18,7 +18,7 @@ from .rows import IGNORED, Rows
 from .schema import DataRecipe, RecipeError
 
 Columns = dict[str, list[Any]]
-_NEW_TOKENS = 24  # at most so many tokens per answer
+_NEW_TOKENS = 24  # largest number of tokens of an answer
 _PROMPT = 32  # prompt tokens taken from a text whose labels begin at its start
 
 

@@ -71,7 +71,7 @@ def _check_earlier_run(recipe: Recipe) -> None:
 
         training = recipe.training
         saves = training.save_every is not None or training.memory_every is not None
-        # Metrics that this job wrote before its first save are no other run's results.
+        # Metrics alone are no results of another run: this job wrote them before its first save.
         if (saves or restarted()) and names == ["metrics.jsonl"]:
             return
         raise RecipeError(

@@ -188,7 +188,7 @@ def write_weights(model: Any, recipe: Recipe) -> Any:
     """Write ``adapter/`` or ``checkpoint/``, or both if the recipe merges; return the model that was written last."""
     adapted = recipe if isinstance(recipe, FinetuneRecipe) and recipe.adapter else None
 
-    def clear() -> None:  # weights of an earlier run would pass for this run's
+    def clear() -> None:  # otherwise weights of an earlier run could be taken for those of this run
         for name in ("adapter", "checkpoint"):
             shutil.rmtree(recipe.directory / name, ignore_errors=True)
 

@@ -52,7 +52,8 @@ class Rows:
     def costs(self, pair: float) -> np.ndarray:
         """Return the cost of each row, where a token costs 1 and each pair of tokens of one text costs ``pair``."""
         pairs = self.tokens.astype(float) ** 2
-        # A text of n tokens has n^2 = the sum of 2 p + 1 over its positions p < n, so packed texts add up by positions.
+        # A text of n tokens has n^2 pairs, the sum of 2 p + 1 over its positions p < n. So the pairs of a packed row
+        # are the same sum over all positions of the row.
         if "position_ids" in self._data.column_names:
             pairs = np.array(
                 [(2 * row + 1).sum() for row in self._data.with_format("numpy")["position_ids"]]

@@ -161,7 +161,7 @@ def reader_of(recipe: FinetuneRecipe) -> Any:
     reader = task.reader.from_pretrained(recipe.base)
     inner = getattr(reader, "tokenizer", reader)
     if (task.loss is not None or inner is not reader) and inner.pad_token_id is None:
-        inner.pad_token = inner.eos_token  # by which a model that scores texts finds their ends
+        inner.pad_token = inner.eos_token  # marks the end of a text for a model that scores texts
     return reader
 
 

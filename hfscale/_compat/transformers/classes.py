@@ -65,7 +65,9 @@ def classes_by_config(auto_class: Any) -> Any:
 
 
 def layer_classes(model: Any) -> set[str]:
-    """Return the names of the classes that transformers never splits over devices; ``model`` may be a class."""
+    """Return the names of the model's layer classes, which transformers never splits over devices (``model`` may be a
+    class).
+    """
     return set(getattr(model, "_no_split_modules", None) or ())
 
 
@@ -113,13 +115,13 @@ def model_of(config: Any, trusted: bool = False) -> Any:
 
 
 def is_distributed_by_host(model: nn.Module, spread: bool) -> str | None:
-    """Return why ``model`` is already distributed; ``None`` if it is not. ``spread``: it will run on
+    """Return why ``model`` is already distributed; ``None`` if it is not. ``spread``: whether the model will run on
     several processes.
     """
     if isinstance(model, PreTrainedModel) and model.tp_size is not None:
         return "transformers already distributed it (distributed_config or tp_plan)"
     placed = set((getattr(model, "hf_device_map", None) or {}).values())
-    # A device map with a single device, with which scripts load onto that device, leaves an ordinary model.
+    # Scripts use a device map with a single device to load onto that device; the model is then not distributed.
     if placed and (spread or len(placed) > 1 or "disk" in placed):
         return "it was loaded with a device_map"
     return None

@@ -111,8 +111,8 @@ def _function_of(host: str, module: nn.Module) -> Callable[..., Any]:
 
 @contextmanager
 def masks_made_here(kind: type) -> Iterator[None]:
-    """Let transformers accept masks of type ``kind`` as ready-made inside the ``with`` block. In the block,
-    transformers also does not search positions for packed examples.
+    """Let transformers use masks of type ``kind`` unchanged inside the ``with`` block. For such masks, transformers
+    also does not search the positions for packed examples.
     """
     prepared = masking_utils._preprocess_mask_arguments
 

@@ -210,8 +210,8 @@ def _children_first(
 
 def construct(model: Any, kinds: Collection[type[nn.Module]]) -> Any:
     """Build a copy of ``model`` on the meta device, except that modules of ``kinds`` have their own tensors in real
-    memory. Constructors set the values of these tensors, then transformers' initialization, also that of enclosing
-    modules; tensors that nothing sets are NaN.
+    memory. Their values are set by the constructors and then by transformers' initialization (of these modules and of
+    the modules around them). Tensors that neither sets are NaN.
     """
     with ExitStack() as stack:
         stack.enter_context(attribute_replaced(PreTrainedModel, "init_weights", lambda _: None))
@@ -222,7 +222,7 @@ def construct(model: Any, kinds: Collection[type[nn.Module]]) -> Any:
         made = empty_copy(model)
     for module in made.modules():
         for name, buffer in own_buffers(module).items() if type(module) in kinds else ():
-            if buffer is not None and buffer.is_meta:  # an enclosing module has set it
+            if buffer is not None and buffer.is_meta:  # set by the module around this one
                 own_buffers(module)[name] = torch.full_like(buffer, torch.nan, device="cpu")
     initialize_weights(made, made, recurse=True)
     return made

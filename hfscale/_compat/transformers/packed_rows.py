@@ -29,8 +29,8 @@ def text_positions(position_ids: Tensor) -> Tensor | None:
 def begins_anew(position_ids: Tensor, attention_mask: Any = None) -> Tensor:
     """Return flags ``[b, s - 1]``, for all tokens but the first, that are true where a document begins within its row.
     As in transformers, a document begins where a position is not its predecessor plus one. With a padding mask,
-    transformers assumes one document per row; then one begins where the positions of two attended neighbours do not
-    increase.
+    transformers assumes one document per row. This function does not: with a mask, a document begins where the
+    positions of two attended neighbours do not increase.
     """
     steps = position_ids.diff(dim=-1)
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
@@ -108,8 +108,9 @@ def keep_documents_apart(
 @contextmanager
 def packing(restarts: bool | None, batch: Mapping[str, Any]) -> Iterator[None]:
     """Keep documents apart in transformers' masks during a forward pass of ``batch`` (the ``with`` block), if positions
-    restart within rows (``restarts``). With ``None``, transformers itself searches the positions that the model passes
-    to its mask functions; many models pass none, and each search synchronizes with the device.
+    restart within rows (``restarts``). With ``restarts=None``, transformers itself searches for documents in the
+    positions that the model passes to its mask functions. But many models pass none, and each search synchronizes with
+    the device.
     """
     if restarts is None:
         yield
@@ -119,8 +120,8 @@ def packing(restarts: bool | None, batch: Mapping[str, Any]) -> Iterator[None]:
     given = batch.get("position_ids") is not None
 
     def known(position_ids: Tensor) -> Tensor | None:
-        # transformers' default positions are equal in all rows, but a model that gets no positions may count different
-        # ones.
+        # Positions that transformers counts are equal in all rows. A model that gets no positions may count its own,
+        # which differ between rows.
         other = not restarts and not given and len(position_ids) > 1 and position_ids.stride(0)
         return look(position_ids) if other else None
 

@@ -38,7 +38,7 @@ _COPY = re.compile(r".*\.(embed_tokens|shared_head|shared_head\.head)\.weight")
 
 
 class PredictionLayer(MtpLayer):
-    """Predict one token further ahead, from ``[b, s, 2 h]``: embeddings and the hidden states of the depth before."""
+    """Predict one token further ahead than the layer before; input ``[b, s, 2 h]``: embeddings, that layer's output."""
 
     rope: dict[str, str]  # arguments of the rotary embedding other than positions
 

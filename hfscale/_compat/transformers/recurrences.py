@@ -76,8 +76,8 @@ def _mamba_makes(given: Named) -> Tensor:
 
 
 def _mamba_adds(given: Named, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what an initial ``state [b, d, n]`` adds to the output of ``mamba_selective_scan``, and the decayed state
-    (Gu and Dao 2023, equation 2).
+    """Return the term that an initial ``state [b, d, n]`` adds to the output of ``mamba_selective_scan``, and the
+    decayed state, which it adds to the final state (Gu and Dao 2023, equation 2).
     """
     c = given["C"]
     gate = given.get("z")

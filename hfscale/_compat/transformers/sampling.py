@@ -6,8 +6,8 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 
 class PackedBatches(BatchRebalanceSampler):
-    """Sample batches of rows by their costs, which are given as ``lengths`` and add up. ``share(costs, bins)`` returns
-    the rows of each bin; consecutive bins have about equal costs.
+    """Sample batches of rows by their costs, given as ``lengths``; a batch costs the sum of its rows' costs.
+    ``share(costs, bins)`` returns the rows of each bin; consecutive bins have about equal costs.
     """
 
     share: Callable[[Sequence[float], int], list[list[int]]]

@@ -58,11 +58,11 @@ class Destination:
 def checkpoint_targets(
     model: Any, keys: list[str], weight_mapping: list[Any]
 ) -> dict[str, Destination]:
-    """Map stored keys to destinations, in transformers' order. Entries of ``weight_mapping`` that these keys use are
-    marked as used, because transformers saves by used entries, and a rank that reads only one stage's keys must save
+    """Map stored keys to destinations, in transformers' order. Mark the entries of ``weight_mapping`` that these keys
+    use: transformers converts by marked entries when it saves, and a rank that reads only one stage's keys must save
     all stages.
     """
-    copies = copy.deepcopy(weight_mapping)  # matching also sets other marks
+    copies = copy.deepcopy(weight_mapping)  # matching also changes other attributes
     result = _destinations(keys, copies, model.base_model_prefix, model.state_dict())
     for entry, copied in zip(weight_mapping, copies, strict=True):
         entry._was_used = entry.was_used() or copied.was_used()
@@ -159,14 +159,14 @@ class AsStored:
     """Convert a model's tensors to those of a plain Hugging Face checkpoint; this works on the meta device too."""
 
     def __init__(self, model: Any, contents: dict[str, Tensor]) -> None:
-        """Take all tensors on the meta device; raise :class:`CheckpointError` if they cannot be converted group by
-        group.
+        """Take all tensors, ``contents``, on the meta device. Raise :class:`CheckpointError` if converting them group
+        by group (tensors that are stored together) does not give transformers' result.
         """
         self._model, self._whole, self._conversions = model, contents, _conversions(model)
         self._names = stored_names(model)
         with self._reverting():
             expected: dict[str, Tensor] = revert_weight_conversion(model, dict(contents))
-            # parameter -> all parameters stored together with it, in order, itself included; only for groups of several
+            # parameter -> its group, all parameters that are stored together, in order; only for groups of two or more
             self.together, renamed = _together(model, contents, self._conversions)
             self.together |= _after_another(model, contents, self.together, set(expected))
         self._renamed = {name: key for name, key in renamed.items() if name not in self.together}
@@ -185,8 +185,8 @@ class AsStored:
             )
 
     def made_of(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the stored tensors made of a parameter; for parameters stored together, only with the group's last
-        one.
+        """Return the stored tensors made of a parameter. For a group of parameters stored together, return all stored
+        tensors when the group's last parameter is given, and none before.
         """
         if name in self._renamed:
             return self._names.stored_keys({self._renamed[name]: tensor})
@@ -208,7 +208,7 @@ class AsStored:
 
     @contextmanager
     def _reverting(self) -> Iterator[None]:
-        """Provide the conversions, and full tensors' shapes, on the model for transformers inside the
+        """Let transformers find the conversions, and the shapes of full tensors, on the model inside the
         ``with`` block.
         """
         model = self._model
@@ -227,8 +227,8 @@ class AsStored:
 def _together(
     model: Any, contents: dict[str, Tensor], conversions: list[Any]
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """Return two maps: tensors stored together -> the group's names, in order; unchanged tensors -> their
-    stored names.
+    """Return two maps. The first maps each tensor that is stored together with others to the names of its group, in
+    order. The second maps tensors that are only renamed to their stored names.
     """
     renamed: dict[str, str] = {}
     converters = [
@@ -261,8 +261,8 @@ def _after_another(
     known: dict[str, tuple[str, ...]],
     expected: set[str],
 ) -> dict[str, tuple[str, ...]]:
-    """Return groups of tensors to convert together, because transformers gives one tensor of the group its right
-    stored name only after the other tensor was converted: for example ``norm1`` after ``norm0``.
+    """Map each such tensor to its pair, in order: transformers gives the second tensor of a pair its right stored name
+    only if the first tensor is converted before it. For example, ``norm1`` is renamed correctly only after ``norm0``.
     """
     together: dict[str, tuple[str, ...]] = {}
     alone = {name: tensor for name, tensor in contents.items() if name not in known}
@@ -315,7 +315,7 @@ def write_configs(model: Any, directory: Path) -> None:
 
 class Fp8Encoder:
     """Quantize tensors of ``model``, a stock model or a rank's shards of one, to 8-bit floating point with a scale per
-    block, like transformers on a GPU. Raise :class:`ConfigError` for any config but ``FineGrainedFP8Config``, and if
+    block, like transformers on a GPU. Raise :class:`ConfigError` for any config except ``FineGrainedFP8Config``, and if
     transformers cannot quantize this model.
     """
 

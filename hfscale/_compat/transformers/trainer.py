@@ -30,12 +30,12 @@ RANDOM = "rng_state.pth"  # stock Trainer reads this file in a single process
 class TrainerHooks(_Mixin):
     """A mixin that overrides a Trainer's methods for saving, resuming and clipping; all of them run on every rank.
 
-    A subclass has, for states: ``write_state(directory)`` and ``read_state(checkpoint)`` of optimizer, schedule and
-    RNG, ``write_random_states(directory)`` for stock Trainer, and ``put_back_random_states()``, which restores the RNG
-    states that were read last. For weights: ``read_weights(checkpoint)`` to resume, and
-    ``read_best_weights(checkpoint)``. And contexts: ``written_aside(target)``, which yields a directory in which
-    Trainer writes in place of ``target``; ``kept_in_memory()``, such a context if the step is to be saved to memory,
-    else ``None``; and ``around_inputs()``, around the preparation of a batch.
+    A subclass has these methods. For states: ``write_state(directory)`` and ``read_state(checkpoint)`` of optimizer,
+    schedule and RNG, ``write_random_states(directory)`` for stock Trainer, and ``put_back_random_states()``, which
+    restores the RNG states that were read last. For weights: ``read_weights(checkpoint)`` to resume, and
+    ``read_best_weights(checkpoint)``. Three return context managers: ``written_aside(target)`` yields a directory to
+    which Trainer writes instead of ``target``; ``kept_in_memory()`` is the same for a step to be saved to memory, and
+    ``None`` for other steps; ``around_inputs()`` is entered while a batch is prepared.
     """
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -139,7 +139,7 @@ def kernels_left_alone() -> AbstractContextManager[None]:
 
 
 def taken_for_adapted(model: Any) -> AbstractContextManager[None]:
-    """Make a quantized model that contains adapters, but is no ``PeftModel``, pass as adapted in the ``with`` block."""
+    """Let Trainer accept a quantized model with adapters that is no ``PeftModel`` inside the ``with`` block."""
     return attribute_replaced(model, "_hf_peft_config_loaded", True)
 
 
@@ -196,8 +196,8 @@ def has_own_prediction_step(trainer: Any) -> bool:
 
 def labels_of_step(trainer: Any, batches: Any) -> Any:
     """Return the number of labels, over all distinct batches, by which a Trainer divides the loss of these
-    microbatches: labels of predicted tokens. For classes that it does not list as causal (``GPT2LMHeadModel``), it also
-    counts the first label of each row.
+    microbatches: labels of predicted tokens. For classes that transformers does not list as causal
+    (``GPT2LMHeadModel``), Trainer also counts the first label of each row.
     """
     stock = StockTrainer.get_batch_samples
     return stock(trainer, iter(batches), len(batches), trainer.args.device)[1]

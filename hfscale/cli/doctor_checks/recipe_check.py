@@ -81,7 +81,7 @@ def _places(recipe: AnyRecipe) -> Finding:
 
 def _planned(recipe: AnyRecipe, layout: ParallelConfig, plans: list[Plan]) -> list[Finding]:
     options: dict[str, Any] = {"dtype": recipe.training.dtype, **options_of(recipe)}
-    for name in ("routing", "use_liger_kernel"):  # on which no plan depends
+    for name in ("routing", "use_liger_kernel"):  # options on which no plan depends
         options.pop(name, None)
     source: Any
     if isinstance(recipe, FinetuneRecipe):
