@@ -16,9 +16,9 @@ from ...plan.stages import Loan, TwoStacks
 
 @dataclass(frozen=True)
 class StageInputs:
-    """Hold the names of modules and parameters around the layers, and the form of what modules return.
+    """Hold the names of modules and parameters around the layers, and the form of the modules' outputs.
 
-    The form is ``None`` for a tensor, or the length of a tuple that begins with the tensor.
+    The form of an output is ``None`` for a single tensor, ``n`` for a tuple of ``n`` entries whose first is the tensor.
     """
 
     before: tuple[str, ...]  # used before the first layer
