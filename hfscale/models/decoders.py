@@ -106,7 +106,7 @@ DECODERS: dict[str, Blueprint] = {
     "granite_swa": _llama(own_heads=True),
     "mllama_text_model": in_layers(
         "layers",
-        # some layers have cross-attention to the picture instead: only queries are computed from text
+        # some layers have cross-attention to the image instead: only queries are computed from text
         self_attn=replace(_MLLAMA_ATTENTION, optional=True),
         cross_attn=replace(
             _MLLAMA_ATTENTION,

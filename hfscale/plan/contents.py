@@ -1,4 +1,4 @@
-"""Hold the contents of a plan, with the lookups that other modules need."""
+"""Hold the fields of a plan, with the lookups that other modules need."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -121,7 +121,7 @@ def _crosses_borders(draft: Draft) -> tuple[str, str] | None:
 
 
 def _layers_with_pictures(draft: Draft, layers: int, stages: int) -> int:
-    """Return the least number of layers of the first stage: images are added after each of these layers."""
+    """Return how many layers the first stage must have at least: images are added after each of these layers."""
     towers = draft.feature(TowersPlan)
     asked = draft.layout.stage_layers
     first = 0 if towers is None else towers.first_layers

@@ -16,10 +16,9 @@ from ...plan.stages import Loan, TwoStacks
 
 @dataclass(frozen=True)
 class StageInputs:
-    """Hold the names of modules and parameters around the layers, and the forms of modules' outputs.
+    """Hold the names of modules and parameters around the layers, and the form of the modules' outputs.
 
-    A form is ``None`` if the module returns a tensor. If the module returns a tuple that begins with the tensor, the
-    form is the tuple's length.
+    The form of an output is ``None`` for a single tensor, ``n`` for a tuple of ``n`` entries whose first is the tensor.
     """
 
     before: tuple[str, ...]  # used before the first layer

@@ -1,1 +1,1 @@
-"""Tensor parallelism: stock modules with local sizes inside the blocks, and collectives at the blocks' edges."""
+"""Tensor parallelism: stock modules with local sizes inside the blocks, and collectives at their inputs and outputs."""

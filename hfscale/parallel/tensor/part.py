@@ -232,7 +232,7 @@ class VocabularyLoss(Part):
     """Install the loss that training steps normalize, even if the vocabulary is not sharded."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Install the loss; call this after the block edges are installed."""
+        """Install the loss; call this after the collectives of the blocks are installed."""
         tensor = runtime.part(TensorParallel)
         loss = install_loss(runtime, tensor.regions if tensor is not None else [])
         runtime.loss = runtime.loss or loss

@@ -40,7 +40,7 @@ _PLAIN = {
     "output_router_logits",
     "return_dict",
 }
-"""Inputs of text models. None of them is computed from pictures, except the embeddings."""
+"""Inputs of text models. Of these, only the embeddings are computed from images."""
 
 _CROSS = ("encoder_hidden_states", "cross_attention_states", "key_value_states")
 """Inputs of transformers' cross-attention modules from which keys and values are computed."""
