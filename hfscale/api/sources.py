@@ -22,7 +22,7 @@ from .._compat.torch import (
 )
 from .._compat.transformers.added_layers import AddedLayers
 from .._compat.transformers.classes import built_or_explained, class_name, empty_copy, from_config
-from ..checkpoint.load import load_pretrained, materialize_buffers
+from ..checkpoint.load import load_pretrained
 from ..checkpoint.stored_forms.scheme import StoredForm, split_stored_form
 from ..config.options import Options
 from ..config.parallel import ParallelConfig
@@ -35,6 +35,7 @@ from ..parallel.tensor.part import cut_parameters
 from ..plan import Plan
 from ..plan.quantized import AS_STORED
 from ..train.runtime.initialize import initialize_local_weights
+from ..train.runtime.parameter_names import materialize_buffers
 from ..train.runtime.shards import LocalWeights
 from ..train.runtime.writing import all_or_none, not_finite, warn_of_not_finite
 from .arguments import check_tokens, code_arguments, model_arguments

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .._compat.transformers.added_layers import added_layers, stored_names
 from .._compat.transformers.classes import empty_copy, stock_class
@@ -27,19 +27,22 @@ from ..distributed.files.reader import (
     is_elsewhere,
     named_files,
 )
-from ..distributed.files.sources import Source, find_source
+from ..distributed.files.replace import finish_move
+from ..distributed.files.sources import Source, find_source, refuse_foreign
 from ..distributed.files.weight_files import TORCH_INDEX, open_tensors
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
 from ..parallel.pipeline.placeholders import drop_other_stages
 from ..parallel.tensor.part import cut_parameters
 from ..plan import Plan
-from ..train.runtime.parameter_names import put_buffer, put_parameter
-from ..train.runtime.shards import LocalWeights
+from ..train.runtime import runtime_of
+from ..train.runtime.parameter_names import put_parameter
+from ..train.runtime.shards import LocalWeights, local_tensor
+from ..train.runtime.writing import all_or_none
 from .coverage import check_coverage, note_carried
 from .merged import merged_parameters, parts_of_share
 from .overwrites import find_overwrites, initialize_around
-from .stored_forms.scheme import StoredForm
+from .stored_forms.scheme import StoredForm, form_in
 
 if TYPE_CHECKING:  # needed only for quantized weights
     from ..distributed.files.stored_rows import StoredRow
@@ -419,11 +422,43 @@ def _placed(plan: Plan, mesh: Mesh) -> dict[str, Any]:
     )
 
 
-def materialize_buffers(
-    model: nn.Module,
-    buffers: dict[str, Tensor],
-    device: torch.device,
-) -> None:
-    """Replace a model's meta buffers by real ``buffers``, and move existing buffers to ``device``."""
-    for name, buffer in list(model.named_buffers()):
-        put_buffer(model, name, buffers.get(name, buffer).to(device))
+@torch.no_grad()
+def load_weights(model: nn.Module, directory: str | Path) -> None:
+    """Replace a model's weights, or only its adapter's, by weights from a checkpoint; call this on every rank."""
+    runtime = runtime_of(model)
+    from ..features.adapters import by_peft
+
+    adapters = runtime.adapters
+    with all_or_none(runtime.mesh, f"{directory} could not be loaded"):
+        finish_move(directory)
+        if adapters is None:  # for adapters, read_saved checks each directory
+            refuse_foreign(Path(directory))
+        if (by_stock := by_peft.found_around(runtime, model)) is not None:
+            by_peft.load(by_stock, str(directory))
+            return
+        if adapters is not None:
+            shares = adapters.read_saved(str(directory), runtime)
+        else:
+            form = form_in(Path(directory))
+            options = {"dtype": runtime.model.dtype}
+            # The same model with plain values: its config describes no quantized weights.
+            if form is not None:
+                options["config"] = runtime.model.config
+            _, weights, missing = load_pretrained(
+                stock_class(runtime.model),
+                str(directory),
+                runtime.model,
+                runtime.plan,
+                runtime.mesh,
+                options,
+                form=form,
+            )
+            if missing:
+                raise CheckpointError(
+                    f"{directory} lacks {len(missing)} of the model's weights, for example {sorted(missing)[0]}, "
+                    "because it is of another model: give the checkpoint that belongs to this config"
+                )
+            shares = weights.tensors
+    for planned, parameter in runtime.parameters():
+        if planned.name in shares:
+            local_tensor(parameter).copy_(shares[planned.name])

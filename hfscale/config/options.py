@@ -91,7 +91,7 @@ class Options:
 
     @property
     def casts_parameters(self) -> bool:
-        """Whether parameters are cast when they are used, instead of autocast."""
+        """Return whether parameters are cast when they are used, instead of autocast."""
         return self.mixed_precision == "bf16_params"
 
     @property

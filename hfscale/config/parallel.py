@@ -160,7 +160,7 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
 
     @property
     def flushes(self) -> bool:
-        """Whether the schedule has a flush: a step ends after the backward passes of all its own microbatches."""
+        """Return whether a step of the schedule ends after the backward passes of all its microbatches (a flush)."""
         return self.pp == 1 or schedule_of(self.pipeline_schedule).flushes
 
     def size(self, axis: str) -> int:
@@ -191,8 +191,8 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
 
     @property
     def slices_tokens(self) -> bool:
-        """Whether each tensor rank sends its shard of a batch's tokens to whole experts: ``ep`` and ``tp`` are above 1,
-        and ``expert_tp`` is 1.
+        """Return whether each tensor rank sends its shard of a batch's tokens to whole experts: ``ep`` and ``tp`` are
+        above 1, and ``expert_tp`` is 1.
         """
         return self.ep > 1 and self.tp > 1 and self.expert_tp == 1
 

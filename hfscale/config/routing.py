@@ -91,20 +91,20 @@ class RoutingConfig(Spelled):
 
     @property
     def has_loss(self) -> bool:
-        """Whether router losses are added to the model's loss."""
+        """Return whether router losses are added to the model's loss."""
         return bool(self.balance_loss or self.z_loss)
 
     @property
     def needs_logits(self) -> bool:
-        """Whether the router's logits are needed."""
+        """Return whether the router's logits are needed."""
         return self.router != "model" or self.has_loss
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether routing needs to know the sequence and position of each token, or which tokens are padding."""
+        """Return whether routing needs to know the sequence and position of each token, or which tokens are padding."""
         return self.needs_logits or self.capacity is not None or bool(self.bias_update_rate)
 
     @property
     def draws(self) -> bool:
-        """Whether routes depend on random numbers in training."""
+        """Return whether routes depend on random numbers in training."""
         return self.router in ("gshard", "noisy_topk")

@@ -50,7 +50,7 @@ class SequencePlan:
 
     @property
     def alone(self) -> bool:
-        """Whether the region is a single layer, which receives and returns all tokens, on any stage."""
+        """Return whether the region is a single layer, which receives and returns all tokens, on any stage."""
         return self.layers == (self.owner,)
 
 

@@ -103,12 +103,12 @@ class QuantizedPlan:
 
     @property
     def as_stored(self) -> bool:
-        """Whether weights stay in the bytes that the checkpoint stores."""
+        """Return whether weights stay in the bytes that the checkpoint stores."""
         return self.size > 0
 
     @property
     def by_bitsandbytes(self) -> bool:
-        """Whether the weights are in bitsandbytes' modules, which PEFT and inference engines support."""
+        """Return whether the weights are in bitsandbytes' modules, which PEFT and inference engines support."""
         return not self.as_stored
 
     @property

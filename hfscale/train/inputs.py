@@ -360,7 +360,7 @@ def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> l
     shared = [
         Microbatch(each)
         for each in runtime.executor.share_out(
-            [dict(_behind_prompt(runtime, microbatch)) for microbatch in filled]
+            [dict(_with_prompt(runtime, microbatch)) for microbatch in filled]
         )
     ]
     for microbatch in shared:
@@ -370,7 +370,7 @@ def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> l
     return shared
 
 
-def _behind_prompt(runtime: Runtime, batch: Batch) -> Batch:
+def _with_prompt(runtime: Runtime, batch: Batch) -> Batch:
     return batch if runtime.adapters is None else runtime.adapters.in_front(runtime, batch)
 
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from ..errors import ConfigError, check_number, check_switch
 from .inputs import prepare
 from .runtime import Batch, Objective, Part, Runtime, runtime_of
-from .runtime.objective import OwnLoss
 
 if TYPE_CHECKING:  # imported at runtime only for such a loss
     from .distillation import ModelTeacher
@@ -269,8 +268,8 @@ def _objective(
         return teacher.objective(signals, divisors)
     loss = runtime.loss
     assert loss is not None  # checked as the step was prepared
-    if label_smoothing and isinstance(loss, OwnLoss):
-        loss.refuse_smoothing(label_smoothing)
+    if label_smoothing:
+        loss.check_smoothing(label_smoothing)
     return Objective(
         lambda model, batch, index: loss.loss_of(model, batch, divisors[index], label_smoothing)
     )

@@ -33,8 +33,6 @@ LossOfScores = Callable[[TokenScores, int], Tensor]
 """Compute the loss of a microbatch, a scalar, from its scores and its index in the step."""
 LossOfOutputs = Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor | float]]
 """Compute the sum of a microbatch's losses, and their number, from the model's outputs and the microbatch."""
-# Fields of a batch that a prompt makes longer.
-_EXTENDED = ("input_ids", "labels", "attention_mask")
 _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
 
@@ -262,7 +260,6 @@ class UserLoss:
         self._runtime = runtime
         self._kept = kept
         self._given: Sequence[Microbatch] = ()
-        self._in_front = 0  # tokens of a prompt that are in a row before the user's own tokens
         self._counts: list[Tensor] = []
         forward, takes_more = forward_arguments(stock_class(runtime.model).forward)
         self._taken = {ROUTES, *forward, *(LENGTHS if takes_more else ())} - set(_LABELS)
@@ -277,9 +274,9 @@ class UserLoss:
         """Run one step and return its loss, the same on every rank; raise for features that cannot run such a loss."""
         runtime = self._runtime
         refuse_without_flush(runtime, "loss_fn")
-        if runtime.adapters is not None:
-            self._in_front = runtime.adapters.tokens_in_front(runtime)
-        if self._in_front and runtime.mesh.layout.cuts_sequences:
+        adapters = runtime.adapters
+        prompted = adapters is not None and adapters.tokens_in_front(runtime) > 0
+        if prompted and runtime.mesh.layout.cuts_sequences:
             raise ConfigError(
                 f"loss_fn with a prompt must get rows of their own tokens, got {runtime.mesh.layout.describe()}, where "
                 "ranks share a row and its prompt: leave loss_fn out, or use cp_size=1"
@@ -329,10 +326,10 @@ class UserLoss:
     def _own(self, index: int) -> Microbatch:
         """Return a microbatch as the user's loader made it: without the tokens that a prompt adds before each row."""
         given = self._given[index]
-        if not self._in_front:
+        adapters = self._runtime.adapters
+        if adapters is None:
             return given
-        own = {name: given[name][:, self._in_front :] for name in _EXTENDED if name in given}
-        return given.like({**given, **own})
+        return given.like(adapters.without_prompt(self._runtime, given))
 
     def _read(self, found: Any) -> tuple[Tensor | None, Tensor | float]:
         """Check the result of ``loss_fn`` and return its sum (``None`` for a literal 0) and count."""

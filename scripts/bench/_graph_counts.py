@@ -6,7 +6,7 @@ its readers allow. A group reads every tensor of others once, and writes what ot
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -121,13 +121,20 @@ def _groups(
     return list({id(group): group for group in group_of.values()}.values())
 
 
-def _sources(node: Node, kinds: dict[Node, str | None]) -> Iterator[Node]:
-    """Yield the nodes whose memory a node reads, behind views."""
-    for each in node.all_input_nodes:
+def _past_views(
+    node: Node, kinds: dict[Node, str | None], neighbours: Callable[[Node], Iterable[Node]]
+) -> Iterator[Node]:
+    """Yield a node's neighbours (inputs or readers), and in place of a view the neighbours of the view."""
+    for each in neighbours(node):
         if kinds.get(each) == "":
-            yield from _sources(each, kinds)
+            yield from _past_views(each, kinds, neighbours)
         else:
             yield each
+
+
+def _sources(node: Node, kinds: dict[Node, str | None]) -> Iterator[Node]:
+    """Yield the nodes whose memory a node reads, behind views."""
+    return _past_views(node, kinds, lambda each: each.all_input_nodes)
 
 
 def _bytes_of(group: set[Node], kinds: dict[Node, str | None]) -> int:
@@ -144,11 +151,7 @@ def _bytes_of(group: set[Node], kinds: dict[Node, str | None]) -> int:
 
 
 def _readers(node: Node, kinds: dict[Node, str | None]) -> Iterator[Node]:
-    for each in node.users:
-        if kinds.get(each) == "":
-            yield from _readers(each, kinds)
-        else:
-            yield each
+    return _past_views(node, kinds, lambda each: each.users)
 
 
 def _tensors(held: Any) -> list[Tensor]:

@@ -24,7 +24,7 @@ import hfscale
 from hfscale import CheckpointError, ConfigError, ParallelConfig, PlanError
 from hfscale.api.adapter_files import merge_adapter
 from hfscale.checkpoint.checksums import verify_experts
-from hfscale.checkpoint.load_weights import load_weights
+from hfscale.checkpoint.load import load_weights
 from hfscale.cli import main
 from hfscale.distributed.files import dequantized
 from hfscale.distributed.files.writer import bytes_of

@@ -52,7 +52,7 @@ class Search:
 
     @property
     def uses_host(self) -> bool:
-        """Whether layouts fit only with offload to CPU memory."""
+        """Return whether layouts fit only with offload to CPU memory."""
         return bool(self.winner.candidate.offload)
 
     def to_dict(self) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from ..._compat.torch_fake import (
 )
 from ...api.build import build
 from ...api.sources import FromSeed, Outline
-from ...checkpoint.load import materialize_buffers
 from ...config.memory import MemoryConfig
 from ...config.options import Options
 from ...config.parallel import AXES, ParallelConfig
@@ -43,6 +42,7 @@ from ...parallel.pipeline.run import Pipeline
 from ...parallel.tensor.part import cut_parameters
 from ...plan import Plan
 from ...train.runtime import Runtime, runtime_of
+from ...train.runtime.parameter_names import materialize_buffers
 from ...train.runtime.shards import LocalWeights
 from ...train.step import train_step
 from ..model.job import Job

@@ -40,6 +40,7 @@ from .prompts import (
     in_front,
     install_prompts,
     tokens_in_front,
+    without_prompt,
 )
 from .several import directories_of, saved_directories
 from .shared_values import buffer_names, share_fixed, stored_buffers
@@ -133,6 +134,10 @@ class Adapters(Part):
     def in_front(self, runtime: Runtime, batch: Batch) -> Batch:
         """Return the batch with the prompt's tokens before every row, or unchanged if the model has no prompt."""
         return in_front(runtime.plan, self.peft_model, batch)
+
+    def without_prompt(self, runtime: Runtime, batch: Batch) -> Batch:
+        """Return a batch without the prompt's tokens before its rows."""
+        return without_prompt(runtime.plan, self.peft_model, batch)
 
     def tokens_in_front(self, runtime: Runtime) -> int:
         """Return how many tokens the prompt adds before each row; 0 without a prompt."""

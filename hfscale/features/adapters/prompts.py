@@ -39,7 +39,8 @@ from .adapter_structure import quietly
 from .plan import prompt_of
 
 _COUNTED = ("position_ids", "token_type_ids")
-_IGNORED = -100
+_FILLERS = {"labels": -100, "attention_mask": 1}
+"""Fields that a prompt makes longer, in addition to the ids, and their values at the prompt's tokens."""
 
 
 def parameters_in_front(whole: Any, plan: Plan) -> list[AdapterParameter]:
@@ -56,7 +57,7 @@ def parameters_in_front(whole: Any, plan: Plan) -> list[AdapterParameter]:
             f"{asked} must be added to a causal language model that reads tokens, got "
             f"{class_name(whole.get_base_model())}: use LoRA, or one process"
         )
-    if kept_in == PREFIX and layout.cp > 1:
+    if kept_in == PREFIX and layout.cuts_sequences:
         raise ConfigError(
             f"{asked} must be read by every token of a sequence, but each context rank's attention reads keys by their "
             "places in the sequence, and a prefix has none: use PromptTuningConfig, or cp_size=1"
@@ -211,10 +212,21 @@ def in_front(plan: Plan, peft_model: Any, batch: Batch) -> Batch:
     # Ids outside of the vocabulary must not become ids of the prompt.
     shown = torch.where(ids >= known, ids + count, ids)
     longer = {**batch, "input_ids": torch.cat((virtual.expand(len(ids), count), shown), 1)}
-    for name, filler in (("labels", _IGNORED), ("attention_mask", 1)):
+    for name, filler in _FILLERS.items():
         if (given := batch.get(name)) is not None:
             longer[name] = F.pad(given, (count, 0), value=filler)
     return longer
+
+
+def without_prompt(plan: Plan, peft_model: Any, batch: Batch) -> Batch:
+    """Return a batch without the prompt's tokens before its rows: the inverse of :func:`in_front`."""
+    count = tokens_in_front(plan, peft_model)
+    if not count or plan.lookup_shape is None:
+        return batch
+    own = {name: batch[name][:, count:] for name in ("input_ids", *_FILLERS) if name in batch}
+    ids = own["input_ids"]
+    known = plan.lookup_shape[0]
+    return {**batch, **own, "input_ids": torch.where(ids >= known, ids - count, ids)}
 
 
 def install_prompts(runtime: Runtime, peft_model: Any) -> None:

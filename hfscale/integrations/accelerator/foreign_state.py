@@ -16,7 +16,7 @@ from accelerate.utils import load
 from torch import nn
 
 from ...checkpoint.foreign_optimizer import load_optimizer, read_state_dict
-from ...checkpoint.load_weights import load_weights
+from ...checkpoint.load import load_weights
 from ...checkpoint.random_states import place_among, restore_random_states, states_of_process
 from ...distributed.files.sources import has_weights
 from ...errors import CheckpointError

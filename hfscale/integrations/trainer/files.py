@@ -30,7 +30,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ..._compat.accelerate import stock_optimizer
 from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.trainer import TrainerHooks
-from ...checkpoint.load_weights import load_weights
+from ...checkpoint.load import load_weights
 from ...checkpoint.save import save_pretrained
 from ...checkpoint.state import load_state, save_state
 from ...checkpoint.state_format import INDEX as STATE_INDEX

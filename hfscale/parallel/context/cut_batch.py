@@ -26,6 +26,7 @@ from ...errors import ConfigError
 from ...plan.batch_fields import BatchField
 from ...plan.feature_plans import ROUTES
 from ...plan.sequence_split import Interval, Split, tokens_of
+from .plan import AT_MARKED
 
 # The dim of each argument that indexes tokens. It is looked up by the argument's name and not by size, since a dim of
 # another input may have as many entries as the sequence has tokens by chance.
@@ -36,8 +37,6 @@ _TOKENS_ALONG = {
     **dict.fromkeys(("labels", "shift_labels", "visual_pos_masks", "per_layer_inputs", ROUTES), 1),
     "position_ids": -1,
 }
-_AT_MARKED = {"deepstack_visual_embeds": "visual_pos_masks"}
-"""Name of a list of tensors -> name of the mask ``[b, s]``: the tensors have one row per token that the mask marks."""
 _CUT_FIRST = ("labels", "shift_labels", ROUTES)
 _NO_TOKENS = (
     "use_cache",
@@ -163,7 +162,7 @@ def cut_batch(
 
 def cut_inputs(batch: CutBatch, given: Mapping[str, Any]) -> dict[str, Any]:
     """Select this rank's tokens from keyword arguments of full sequences; arguments without a token dim stay."""
-    marks = {name: given[mask] for name, mask in _AT_MARKED.items() if given.get(name) is not None}
+    marks = {name: given[mask] for name, mask in AT_MARKED.items() if given.get(name) is not None}
     return {
         name: _marked(value, marks[name], batch) if name in marks else _part(name, value, batch)
         for name, value in given.items()

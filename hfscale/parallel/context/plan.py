@@ -18,7 +18,9 @@ from ...plan.drafting.draft import Draft, Planned
 from ...plan.drafting.text_model import find_text_model, other_inputs
 from ...plan.sequence_split import heads_fit
 
-_CUT_INSIDE = ("visual_pos_masks", "per_layer_inputs", "deepstack_visual_embeds")
+AT_MARKED = {"deepstack_visual_embeds": "visual_pos_masks"}
+"""Name of a list of tensors -> name of the mask ``[b, s]``: the tensors have one row per token that the mask marks."""
+_CUT_INSIDE = ("visual_pos_masks", "per_layer_inputs", *AT_MARKED)
 """Inputs of multimodal models' text models, in addition to the embeddings, that :mod:`.cut_batch` shards by token."""
 _MANY = 8  # number of layers of the largest tiny clone
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_heads")
@@ -191,4 +193,4 @@ def _share_out_heads(draft: Draft, size: int, heads: int, keys: int) -> int:
 
 def cuts_sequences(model: Planned) -> bool:
     """Return whether sequences are sharded over context ranks."""
-    return model.plan.layout.cp > 1
+    return model.plan.layout.cuts_sequences

@@ -129,6 +129,9 @@ class VocabParallelLoss(KeepsOutputs):
         """Return whether the loss of a pass with labels is the one that trains the model."""
         return self.current.scoring is None and (self.current.count is not None or model.training)
 
+    def check_smoothing(self, label_smoothing: float) -> None:
+        """Do nothing: the loss supports label smoothing."""
+
     def count_labels(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Return, as tensors on the device, a microbatch's number of labels, and of labels outside the vocabulary."""
         targets = batch.get("shift_labels")

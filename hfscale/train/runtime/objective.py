@@ -32,6 +32,9 @@ class StepLoss(Protocol):
     def count_labels(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Count a microbatch's labels in the loss, and those outside the vocabulary, on its device, without waiting."""
 
+    def check_smoothing(self, label_smoothing: float) -> None:
+        """Raise :class:`ConfigError` if the loss does not support label smoothing."""
+
     def loss_of(
         self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float
     ) -> Tensor:
@@ -78,7 +81,7 @@ class OwnLoss(KeepsOutputs):
         none = torch.zeros((), dtype=torch.int64, device=labels.device)
         return (none + len(labels) if self._rows else (labels != _IGNORED).sum()), none
 
-    def refuse_smoothing(self, label_smoothing: float) -> None:
+    def check_smoothing(self, label_smoothing: float) -> None:
         """Raise :class:`ConfigError` for label smoothing, because the loss is computed inside the model."""
         raise ConfigError(
             f"label_smoothing={label_smoothing} needs a loss over a vocabulary, but {self._name} computes its "

@@ -6,6 +6,7 @@ everywhere, so these functions search inside wrappers.
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..._compat.peft import WRAPPED, trained_copies, wrapped
@@ -123,3 +124,9 @@ def put_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:
     """Replace the buffer at ``name`` by ``buffer``; names are like in :func:`module_at`."""
     owner, _, attribute = name.rpartition(".")
     own_buffers(module_at(model, owner))[attribute] = buffer
+
+
+def materialize_buffers(model: nn.Module, buffers: dict[str, Tensor], device: torch.device) -> None:
+    """Replace a model's meta buffers by real ``buffers``, and move existing buffers to ``device``."""
+    for name, buffer in list(model.named_buffers()):
+        put_buffer(model, name, buffers.get(name, buffer).to(device))

@@ -289,6 +289,10 @@ class AdapterAxis(Protocol):
         """Return a batch with the tokens of a prompt in front of its rows, if the adapter is a prompt."""
         ...
 
+    def without_prompt(self, runtime: "Runtime", batch: Batch) -> Batch:
+        """Return a batch without the tokens of a prompt in front of its rows."""
+        ...
+
     def tokens_in_front(self, runtime: "Runtime") -> int:
         """Return how many tokens a prompt adds in front of each row."""
         ...

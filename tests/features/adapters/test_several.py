@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
-from hfscale.checkpoint.load_weights import load_weights
+from hfscale.checkpoint.load import load_weights
 from hfscale.checkpoint.state_format import StateIndex
 from hfscale.cli import main
 from hfscale.models.precision import keep_float64

@@ -149,7 +149,7 @@ class Begin(TrainerCallback):
                 model, load_file(f"{self._adapter}/adapter_model.safetensors")
             )
         else:
-            from hfscale.checkpoint.load_weights import load_weights
+            from hfscale.checkpoint.load import load_weights
 
             load_weights(model, self._adapter)
 
