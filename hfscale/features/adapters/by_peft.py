@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ..._compat.transformers.classes import is_adapted_by_host
-from ...train.runtime import Runtime
+from ...train.runtime import Runtime, runtime_of
+from .prompts import check_prefix
 
 
 def around(
@@ -25,7 +26,11 @@ def around(
     """Return PEFT's model around ``model``, with a new adapter, drawn with ``seed`` (``None``: torch's current RNG
     state), or with the adapter that was saved at ``source``, to continue training. ``options`` are further arguments of
     PEFT's function.
+
+    Raises:
+        ConfigError: the adapter is a prefix, and the model recomputes layers.
     """
+    check_prefix(config, runtime_of(model).plan)
     # Scripts may replace peft.get_peft_model by hfscale's function.
     from peft.mapping_func import (
         get_peft_model,

@@ -62,11 +62,7 @@ def parameters_in_front(whole: Any, plan: Plan) -> list[AdapterParameter]:
             f"{asked} must be read by every token of a sequence, but each context rank's attention reads keys by their "
             "places in the sequence, and a prefix has none: use PromptTuningConfig, or cp_size=1"
         )
-    again = recomputed(plan)
-    if kept_in == PREFIX and (again.layers or again.modules):
-        raise ConfigError(
-            f"{asked} must be read once in each pass, but recomputation would add its keys twice: leave recompute out"
-        )
+    check_prefix(config, plan)
     return [
         AdapterParameter(
             name=f"{PROMPT_ENCODER}.{path}",
@@ -78,6 +74,16 @@ def parameters_in_front(whole: Any, plan: Plan) -> list[AdapterParameter]:
         )
         for path, parameter in whole.prompt_encoder.named_parameters()
     ]
+
+
+def check_prefix(config: Any, plan: Plan) -> None:
+    """Raise :class:`ConfigError` for a prefix in a model that recomputes layers, in any layout."""
+    planned = recomputed(plan)
+    if config.is_prompt_learning and is_prefix(config) and (planned.layers or planned.modules):
+        raise ConfigError(
+            f"{type(config).__name__} must be read once in each pass, but recomputation would add its keys twice: "
+            "leave recompute out"
+        )
 
 
 def around_local(model: nn.Module, whole: Any, name: str, held: Sequence[AdapterParameter]) -> Any:

@@ -175,7 +175,7 @@ class Pipeline(Executor):
         """Run all passes in the schedule's order; return the loss of this rank's batch on the last stage, else 0."""
         runtime = self._runtime
         with runtime.around(Part.around_interleaved, backward):
-            self._set_training_stages()
+            self._set_training_stages(backward)
             self._batches = batches
             self._objective = objective
             self._trains = backward
@@ -232,9 +232,18 @@ class Pipeline(Executor):
         """Read, before a step, the reports of all ranks that receive the same batch."""
         self._agreement.compare_numbers(told)
 
-    def _set_training_stages(self) -> None:
-        """Set, before the first transfer of a step, which stages train."""
+    def _set_training_stages(self, backward: bool) -> None:
+        """Set, before the first transfer of a step, which stages train.
+
+        Raises:
+            ConfigError: the step has a backward pass, and no parameter of any stage trains.
+        """
         trains = self._agreement.training_stages()
+        if backward and not any(trains):
+            raise ConfigError(
+                "train_step must have a parameter that trains, got requires_grad=False for every parameter of every "
+                "stage: call requires_grad_(True) for those to train, or use hfscale.eval_step"
+            )
         for worker in self.workers:
             worker.trains = trains[worker.index]
             worker.trains_before = worker.index > 0 and trains[worker.index - 1]

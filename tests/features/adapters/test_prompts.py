@@ -418,6 +418,13 @@ def test_what_cannot_be_right_is_refused(pools: Pools, tmp_path: Path) -> None:
         assert {name: words for name, words in found.items() if WORDS[name] not in words} == {}
 
 
+def test_a_prefix_in_one_process_that_recomputes_is_refused() -> None:
+    model = hfscale.from_config(tiny("llama"), memory=MemoryConfig(recompute="full"))
+    assert WORDS["recompute"] in refusal_of(
+        lambda: hfscale.get_peft_model(model, copy.deepcopy(KINDS["prefix"]))
+    )
+
+
 def _by_trainer(directory: Path, kind: str, layout: dict[str, Any] | None, sft: bool) -> Any:
     """Losses and norms of three steps of a stock trainer, or of hfscale's."""
     rows = torch.randint(3, 60, (24, 9), generator=torch.Generator().manual_seed(0)).tolist()
