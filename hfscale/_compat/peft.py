@@ -92,7 +92,9 @@ ADAPTER_DIMS: dict[str, tuple[int | None, int | None]] = {
     **dict.fromkeys(ROTATIONS, (None, 0)),
     **dict.fromkeys(WHOLE, (None, None)),
 }
-"""Map of a wrapper's attribute to two dims of its parameters: along the module's input, and along its output."""
+"""Map of a wrapper's attribute, such as ``lora_A``, to two dims of the parameters in it: the dim along the wrapped
+module's input features, and the dim along its output features; ``None`` if there is no such dim.
+"""
 
 # Substrings of the names of parameters that PEFT adds.
 NEW_WEIGHTS = (
@@ -117,7 +119,9 @@ def wrapped(module: nn.Module) -> nn.Module | None:
 
 
 def trained_copies(wrapper: nn.Module) -> list[nn.Module]:
-    """Return the trained copies of the wrapped module; the copy of the active adapter is called in its place."""
+    """Return the wrapper's trained copies of the wrapped module (``modules_to_save``), one per adapter. The wrapper
+    calls the active adapter's copy instead of the wrapped module.
+    """
     held = own_modules(wrapper)
     copies = [held[name] for name in COPIES if held.get(name) is not None]
     return [child for copied in copies if copied is not None for child in copied.children()]
@@ -268,7 +272,9 @@ def set_adapters(peft_model: Any, names: Any, *args: Any, **kwargs: Any) -> None
 
 
 def is_feedforward(config: Any, name: str) -> bool:
-    """Return whether IA3 scales a module's input, not its output: the config has a pattern, or ends of module names."""
+    """Return whether IA3 scales the input of the module ``name``, not its output. The config's ``feedforward_modules``
+    is a regular expression for the names of such modules, or a list of endings of their names.
+    """
     told = config.feedforward_modules
     if isinstance(told, str):
         return re.fullmatch(told, name) is not None
@@ -414,7 +420,9 @@ def wrap_tokens(
 
 
 def layer_of_tokens(wrapper: nn.Module) -> Any:
-    """Return the inner wrapper that replaces rows of tokens, or ``wrapper`` itself if it has no inner one."""
+    """Return the wrapper that replaces rows of tokens by trained rows: the wrapper inside of ``wrapper`` that does so,
+    or ``wrapper`` itself if there is none inside.
+    """
     return own_modules(wrapper).get(TOKEN_LAYER, wrapper)
 
 
@@ -424,10 +432,14 @@ def put_original_rows(layer: Any, name: str, rows: Tensor) -> None:
 
 
 def replaces_rows(layer: Any) -> bool:
-    """Return whether a wrapper of token rows uses its trained rows: it is active and not merged."""
+    """Return whether a wrapper with trained rows for some tokens uses them: an adapter is active, adapters are not
+    disabled, and the rows are not merged into the weight.
+    """
     return bool(layer.active_adapters) and not layer.disable_adapters and not layer.merged
 
 
 def merge_rows_by(layer: Any, merged: Callable[[], Tensor]) -> None:
-    """Let a wrapper of token rows compute with the weight that ``merged`` returns."""
+    """Let a wrapper with trained rows for some tokens compute with the weight that ``merged()`` returns, instead of the
+    weight into which PEFT writes these rows.
+    """
     layer.get_merged_weights = lambda active_adapters: merged()

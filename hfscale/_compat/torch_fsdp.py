@@ -89,7 +89,10 @@ def _shard_modules_of_one_type(
     ignored: set[nn.Parameter],
     how: dict[str, Any],
 ) -> None:
-    """Wrap inner modules whose parameters all belong to one of the ``others``, for torch with one group per module."""
+    """Wrap each inner module whose trained parameters are all in one entry of ``others``, which has the parameters that
+    need a group of their own, by dtype. This is for torch versions with one parameter group per module. Raise
+    :class:`ConfigError` if a parameter of ``others`` is in no such module.
+    """
     left = {parameter: key for key, parameters in others.items() for parameter in parameters}
     for name, inner in module.named_modules():
         held = {parameter for parameter in inner.parameters() if parameter not in ignored}
@@ -116,8 +119,8 @@ def _groups(state: Any) -> list[Any]:
 
 
 def _sharded_groups(model: nn.Module, inner: bool = True) -> Iterator[tuple[str, Any]]:
-    """Yield the groups of every wrapped module with the module's name; without ``inner``, only the groups
-    of ``model``.
+    """Yield ``(module name, parameter group)`` for every FSDP2 parameter group of every wrapped module; without
+    ``inner``, only for the groups of ``model`` itself.
     """
     for name, module in model.named_modules() if inner else [("", model)]:
         if isinstance(module, FSDPModule):
@@ -131,14 +134,16 @@ def _states(model: nn.Module) -> list[Any]:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Hold parameters whose gradients are reduced in one buffer."""
+    """Hold an FSDP2 parameter group: parameters whose gradients are reduced together, in one flat buffer."""
 
     module: str  # the name of the module that FSDP2 wraps
     sizes: list[torch.Size]  # padded sizes of this rank's trained shards, in the buffer's order
     _group: Any
 
     def average_by(self, hook: Callable[[Tensor], None]) -> None:
-        """Set a hook that gets the buffer after it is reduced over the shards."""
+        """Call ``hook(buffer)`` when the group's flat buffer of gradients has been reduce-scattered over the ranks that
+        shard the parameters.
+        """
 
         def averaged(flat: Tensor) -> None:
             # The buffer belongs to the reduce-scatter stream, and hooks run on another stream. FSDP2 frees the buffer
@@ -151,7 +156,9 @@ class ParameterGroup:
 
 
 def parameter_groups(model: nn.Module) -> Iterator[ParameterGroup]:
-    """Yield the groups of every wrapped module, in order; call before the first forward pass."""
+    """Yield the FSDP2 parameter groups of every wrapped module, outer modules first. Call it before the first forward
+    pass.
+    """
     for name, group in _sharded_groups(model):
         trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
         yield ParameterGroup(name, [p.padded_sharded_param_size for p in trained], group)
@@ -176,7 +183,9 @@ def cast_shards(model: nn.Module, types: Mapping[nn.Parameter, torch.dtype]) -> 
 
 
 def gather_root(model: nn.Module) -> None:
-    """Gather the weights outside the layers, for calls of the model's modules without a call of the model."""
+    """All-gather the weights outside the layers, as FSDP2 would when the model is called. This is needed if modules of
+    the model are called directly.
+    """
     root = _state_of(model)
     root._lazy_init()  # otherwise the first called layer would become the root
     for group in _groups(root):
@@ -218,9 +227,9 @@ def forget_iteration(model: nn.Module) -> None:
 
 
 def agree_on_gradients(model: nn.Module, modules: set[nn.Module], agree: Agree) -> None:
-    """Let all ranks reduce the same gradients of ``modules`` in the root's groups, even if a rank's batch did not use
-    the modules: a gradient that is missing here but exists on another rank (found by ``agree``) is reduced as zeros; a
-    gradient that exists on no rank stays ``None``.
+    """Let all ranks reduce the same gradients of ``modules``, even if the batch of a rank did not use the modules. This
+    applies to the parameter groups of the root FSDP module. A gradient that this rank lacks but another rank has (found
+    by ``agree``) is reduced as zeros; a gradient that no rank has stays ``None``.
     """
     root, *inner = _states(model)
     for group in _groups(root):
@@ -283,14 +292,16 @@ class ManagedPlace:
     _parameter: Any
 
     def has_its_own(self) -> bool:
-        """Return whether the attribute holds one of FSDP2's own tensors."""
+        """Return whether the attribute holds a tensor that FSDP2 manages, its shard or its gathered parameter, and not
+        one that other code put there.
+        """
         parameter = self.module._parameters.get(self.name)
         managed = self._parameter
         known = parameter is self.first or parameter is managed.sharded_param
         return known or parameter is getattr(managed, "unsharded_param", None)
 
     def put_back(self) -> None:
-        """Set the attribute to FSDP2's shard, unless it holds one of FSDP2's own tensors already."""
+        """Set the attribute to FSDP2's shard if it holds a tensor that FSDP2 does not manage."""
         if not self.has_its_own():
             self.module._parameters[self.name] = self._parameter.sharded_param
 
@@ -308,8 +319,8 @@ class ManagedPlace:
 
 
 def managed_places(model: nn.Module, inner: bool = True) -> Iterator[ManagedPlace]:
-    """Yield every place of every sharded parameter, with all names of tied parameters; ``inner``: of inner
-    modules too.
+    """Yield every module attribute that holds a parameter sharded by FSDP2; a tied parameter has several. Without
+    ``inner``, yield only those of parameters that the wrapper of ``model`` itself shards.
     """
     for parameter in (
         managed for _, group in _sharded_groups(model, inner) for managed in group.fsdp_params

@@ -38,7 +38,9 @@ _COPY = re.compile(r".*\.(embed_tokens|shared_head|shared_head\.head)\.weight")
 
 
 class PredictionLayer(MtpLayer):
-    """Predict one token further ahead than the layer before; input ``[b, s, 2 h]``: embeddings, that layer's output."""
+    """Predict one token further ahead than the preceding layer. The input ``[b, s, 2 * hidden_size]`` concatenates
+    token embeddings and the preceding layer's output.
+    """
 
     rope: dict[str, str]  # arguments of the rotary embedding other than positions
 
@@ -90,8 +92,8 @@ class _StoredNames(StoredNames):
 
 
 def prediction_depths(config: Any) -> int:
-    """Return how many tokens ahead, after the next one, a config's layers predict; refuse configs without
-    such layers.
+    """Return the number of a config's multi-token-prediction layers; each predicts one token further ahead, the first
+    of them the second next token. Raise :class:`ConfigError` for configs without such layers.
     """
     depths = getattr(config.get_text_config(), "num_mtp_layers", None)
     try:
