@@ -58,7 +58,8 @@ class _Reader(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class Place:
-    """Describe where in a checkpoint torch.save wrote an object: ``length`` bytes of ``file``, from byte ``begin`` on.
+    """Describe where in a checkpoint torch.save wrote an object: ``length`` bytes of ``file``, starting at byte
+    ``begin``. A checkpoint has several such files.
     """
 
     file: str  # path relative to the checkpoint's directory

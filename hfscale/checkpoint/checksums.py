@@ -93,7 +93,9 @@ def checksum(
     spans: Sequence[Sequence[tuple[int, int]]],
     shape: Sequence[int],
 ) -> int:
-    """Return a slice's term in the checksum of a tensor of ``shape``; ``spans`` are the slice's positions per dim."""
+    """Return the checksum of a slice of a tensor of ``shape``. The checksums of a tensor's slices add up to the
+    tensor's own. ``spans`` are the slice's index ranges ``(start, stop)`` in the tensor, per dim.
+    """
     places = [_places(dim, part.device) for dim in spans]
     rows = max(1, _BLOCK // max(1, prod(part.shape[1:])))
     total = 0

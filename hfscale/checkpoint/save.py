@@ -93,9 +93,9 @@ def save_adapter_files(
     call: str,
     timeout: timedelta = timedelta(minutes=2),
 ) -> None:
-    """Write only the adapter ``name``, for PEFT's own ``save_pretrained``; every rank must call it. ``call`` is the
-    name of the call for errors. Raise :class:`CheckpointError`, with ``directory`` unchanged, if a rank did not make
-    the call or writing failed.
+    """Write only the adapter ``name``. This implements the ``save_pretrained`` of PEFT's model around a sharded model;
+    every rank must call it. ``call`` is the name of the call in error messages. Raise :class:`CheckpointError`, with
+    ``directory`` unchanged, if a rank did not make the call or writing failed.
     """
     adapters = runtime.adapters
     if adapters is None:

@@ -193,7 +193,9 @@ def taken_now(
 
 
 def write_behind(taken: TakenState, target: Path, write: Callable[[], None]) -> None:
-    """Copy a taken state to CPU memory, and ``write`` it in a thread; collective."""
+    """Copy the tensors of a state to CPU memory, then write the state in a thread by calling ``write``; collective.
+    ``taken`` is this rank's share of the state, and ``target`` its directory.
+    """
     with all_or_none(taken.mesh, f"{target} could not be written"):
         taken.held = on_host(taken.held)
     if taken.mesh.control is not None:  # the thread communicates over a process group of its own
@@ -251,7 +253,9 @@ def load_state(
 
 
 def refuse_under_way(runtime: Runtime, call: str) -> None:
-    """Raise CheckpointError if the executor has microbatches in flight, whose gradients would be lost."""
+    """Raise CheckpointError if a pipeline schedule without flushes has microbatches in flight, whose gradients would be
+    lost. ``call`` is the name of the call in the message.
+    """
     if runtime.executor.under_way:
         raise CheckpointError(
             f"{call} would lose the microbatches that {runtime.mesh.layout.pipeline_schedule} has in flight: "

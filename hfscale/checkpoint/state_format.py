@@ -66,7 +66,7 @@ class StateIndex:
 
     @classmethod
     def of_layout(cls, layout: ParallelConfig, plan: Plan) -> "StateIndex":
-        """Return an index of a layout, without contents."""
+        """Return an index that describes a layout's axes and pipeline stages, and contains no tensors yet."""
         numbers = {name: number for number, name in enumerate(plan.layers)}
         ranks = [plan.stages.of_rank(rank) for rank in range(layout.pp)] if plan.stages else []
         axes = [(axis, layout.size(axis)) for axis in MESH_AXES]
@@ -93,7 +93,9 @@ class StateIndex:
         ranks: dict[str, int],
         cuts: Sequence[Cut] = (),
     ) -> int:
-        """Return the global rank at coordinates ``ranks``, in the mesh to which these ``cuts`` refer."""
+        """Return the global rank, in the run that wrote the state, that had the mesh coordinates ``ranks``. For
+        ``cuts`` over the expert-parallel axis, these are coordinates of the experts' mesh.
+        """
         number = 0
         for axis, size in self.axes[any(cut.axis == "ep" for cut in cuts)]:
             number = number * size + ranks.get(axis, 0) % size
@@ -186,7 +188,9 @@ class StateIndex:
 
 
 def is_written_by(mesh: Mesh, tensor: StateTensor) -> bool:
-    """Return whether this rank writes its shard of ``tensor``, because it is the first rank with this shard."""
+    """Return whether this rank writes its shard of ``tensor`` to disk: of all ranks with a replica of this shard, only
+    the first writes it.
+    """
     _, ranks = mesh.view(tensor.cuts)
     writers = {
         cut.axis: holders for cut, holders in zip(tensor.cuts, _writers(tensor), strict=True)
@@ -205,7 +209,9 @@ def _writers(tensor: StateTensor) -> Iterator[range]:
 
 
 def _copies(cut: Cut) -> int:
-    """Return how many consecutive ranks hold the same shard, if this number is equal for all shards; otherwise 1."""
+    """Return how many consecutive ranks of an axis hold replicas of the same shard; 1 if this number differs between
+    shards.
+    """
     return cut.replicas[0] if len(set(cut.replicas)) == 1 else 1
 
 
@@ -252,8 +258,9 @@ class StateReader:
         return self._piece(key, self.index.tensors[key], {}).dtype
 
     def check(self, key: str, wanted: StateTensor) -> None:
-        """Raise :class:`CheckpointError` if ``wanted`` cannot be read from the tensor, due to its shape or its
-        layout.
+        """Raise :class:`CheckpointError` if the state has no tensor ``key``, or if the shard ``wanted`` by this run
+        cannot be read from it, because the shapes differ or the saved data fit only the layout in which they were
+        saved.
         """
         written = self.index.tensors.get(key)
         if written is None:
@@ -342,7 +349,7 @@ class StateReader:
         return tensor
 
     def whole(self, key: str) -> Tensor:
-        """Return the full tensor."""
+        """Return the full tensor that the state has under ``key``, assembled from all of its written shards."""
         written = self.index.tensors[key]
         if not written.block:
             return self._assembled(key, written, [[(0, size)] for size in written.shape])
