@@ -56,8 +56,7 @@ _OF_TOKENIZERS = (
 
 
 class _Merged:
-    """Hold the dequantized tensors of a checkpoint, ``base``, and merge ``adapter`` into the weights that it changes.
-    """
+    """Hold the dequantized tensors of a checkpoint, ``base``, and merge ``adapter`` into the weights it changes."""
 
     def __init__(self, base: Path, adapter: Path, trusted: bool) -> None:
         self.adapted = adapted = AdaptedBase(base, adapter, trusted)

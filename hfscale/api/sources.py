@@ -238,7 +238,7 @@ class InMemory:
 
 
 class Adapted(InMemory):
-    """Hold a model in one process to which PEFT's own functions have added adapters. Plan it without the adapters."""
+    """Hold a model in one process to which PEFT's own functions have added adapters. Plan it without them."""
 
     def plan(self, layout: ParallelConfig, options: Options) -> Plan:
         """Plan the model without its adapters."""
