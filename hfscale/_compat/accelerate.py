@@ -25,9 +25,9 @@ _BATCHES = "batches_of_a_step"
 
 
 class BatchScheduler(AcceleratedScheduler):
-    """Step a learning-rate schedule ``batches()`` times per optimizer step, where ``batches()`` is the number of data
-    ranks with different batches; Accelerate's own class takes the number of processes. A schedule that follows a metric
-    is stepped once for each value of the metric.
+    """Step a learning-rate schedule ``batches()`` times per optimizer step: once for each different batch that the
+    ranks have, or once in total with ``split_batches``. Accelerate's own class steps it once per process. A schedule
+    that follows a metric is stepped once for each value of the metric.
     """
 
     def __init__(
@@ -51,14 +51,12 @@ class BatchScheduler(AcceleratedScheduler):
                 super().step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the schedule's state, with the number of batches per optimizer step (one for each data rank) with
-        which its steps were counted.
-        """
+        """Return the schedule's state, with the number of schedule steps per optimizer step."""
         return {**super().state_dict(), _BATCHES: self._batches()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after the same number of optimizer steps, even if the number of batches per optimizer step has
-        changed since the state was saved.
+        """Continue after the same number of optimizer steps, even if the number of schedule steps per optimizer step
+        has changed since the state was saved.
         """
         state = dict(state_dict)
         now = self._batches()
@@ -78,7 +76,9 @@ class BatchScheduler(AcceleratedScheduler):
 
 
 def _follows_a_metric(scheduler: Any) -> bool:
-    """Return whether each step of a schedule needs a metric's value, so that the schedule contains no step counts."""
+    """Return whether a schedule takes a metric's value in each step, like ``ReduceLROnPlateau``. Such a schedule does
+    not count steps.
+    """
     given = inspect.signature(type(scheduler).step).parameters.values()
     return any(argument.default is inspect.Parameter.empty for argument in list(given)[1:])
 
@@ -163,12 +163,16 @@ class Prepared:
 
 
 def save_hooks(accelerator: Any) -> list[Callable[..., Any]]:
-    """Return the script's hooks to call before a state is saved, with models, their weights and a directory."""
+    """Return the functions that the script registered with ``register_save_state_pre_hook``. They are called before a
+    state is saved, with the models, their weights and the directory.
+    """
     return list(accelerator._save_model_state_pre_hook.values())
 
 
 def load_hooks(accelerator: Any) -> list[Callable[..., Any]]:
-    """Return the script's hooks to call before a state is loaded, with models and a directory."""
+    """Return the functions that the script registered with ``register_load_state_pre_hook``. They are called before a
+    state is loaded, with the models and the directory.
+    """
     return list(accelerator._load_model_state_pre_hook.values())
 
 

@@ -123,12 +123,12 @@ def place_of(holder: Any, name: str) -> str:
 
 
 def changed_places() -> list[str]:
-    """Return the places that are changed at present, sorted."""
+    """Return the dotted names of the attributes of other libraries that hfscale has replaced at present, sorted."""
     return sorted(_undo)
 
 
 def undo_all() -> None:
-    """Restore everything that was changed."""
+    """Restore all attributes of other libraries that the functions of this file have replaced."""
     while _undo:
         _undo.popitem()[1]()
 

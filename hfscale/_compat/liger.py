@@ -25,8 +25,8 @@ def is_installed() -> bool:
 
 
 def switches_of(model_type: str) -> list[str] | None:
-    """Return Liger's switches for a model family, also those of the loss; ``None`` if Liger does not support the
-    family.
+    """Return the names of the options by which Liger's function for a model family chooses kernels (``rope``,
+    ``rms_norm``, ...), including those for the loss. Return ``None`` if Liger does not support the family.
     """
     function = _function_of(model_type)
     return (
@@ -135,7 +135,9 @@ def _names_of_files() -> Iterator[dict[int, dict[str, Any]]]:
 
 
 def applies(function: Any, name: str) -> bool:
-    """Return whether ``function`` computes the values of the activation that :func:`activation_of` calls ``name``."""
+    """Return whether ``function`` computes the activation ``name``: ``"silu"``, or else GELU in its tanh approximation.
+    Tried on a few values.
+    """
     x = torch.linspace(-4, 4, 9)
     wanted: Tensor = (
         nn.functional.silu(x) if name == "silu" else nn.functional.gelu(x, approximate="tanh")

@@ -235,8 +235,8 @@ def wrapped_model(model: nn.Module, config: Any, name: str, autocast: bool = Tru
 
 
 def _tie_copies(peft_model: Any, config: Any, name: str) -> None:
-    """Tie the trained copies of the adapter ``name``; PEFT 0.21 does not tie copies that are made on the
-    meta device.
+    """Tie the adapter's trained copies of ``modules_to_tie`` to its trained copy of the embedding. PEFT 0.21 does not
+    tie copies that are made on the meta device.
     """
     stock = adapted_model(peft_model)
     for path in getattr(config, "modules_to_tie", None) or ():
@@ -305,8 +305,8 @@ def look_up_by(embedding: nn.Module, look_up: Callable[..., Tensor]) -> None:
 
 
 def adapted_experts(wrapper: Any) -> tuple[str | None, int]:
-    """Return the name of the experts' parameter that ``wrapper`` adapts, and the number of experts. Return ``None`` and
-    0 for a wrapper of a whole module.
+    """Return the name of the experts' parameter to which ``wrapper`` adds an adapter, and the number of experts. Return
+    ``None`` and 0 for a wrapper that adapts a whole module.
     """
     name = getattr(wrapper, "parameter_name", None)
     return name, 0 if name is None else int(getattr(wrapper, "num_experts", 0))

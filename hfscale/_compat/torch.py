@@ -149,14 +149,16 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 def own_contents(
     parents: Sequence[nn.Module], holders: Sequence[nn.Module]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return :func:`own_modules` of each of ``parents`` and :func:`own_parameters` of each of ``holders``, faster than
-    in separate calls.
+    """Return the modules' own dicts of children (:func:`own_modules`) for all ``parents``, and of parameters
+    (:func:`own_parameters`) for all ``holders``; one call is faster than one for each module.
     """
     return [module._modules for module in parents], [module._parameters for module in holders]
 
 
 def passes_otherwise(module: nn.Module) -> bool:
-    """Return whether this module's forward pass differs from its class's, by hooks or by a ``forward`` set on it."""
+    """Return whether calling this module may compute something else than its class's ``forward``: it has forward hooks,
+    or a ``forward`` of its own.
+    """
     before, behind, *_ = _ON_BOTH_SIDES(module)
     return bool(before or behind or "forward" in vars(module))
 
@@ -213,7 +215,7 @@ def storage_key(held: Tensor | torch.UntypedStorage) -> int:
 
 
 def living_storage(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    """Return the storage behind a weak reference; ``None`` if the storage has been freed."""
+    """Return the storage to which a weak reference points; ``None`` if the storage has been freed."""
     return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 

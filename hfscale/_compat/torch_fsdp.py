@@ -128,7 +128,7 @@ def _sharded_groups(model: nn.Module, inner: bool = True) -> Iterator[tuple[str,
 
 
 def _states(model: nn.Module) -> list[Any]:
-    """Return FSDP2's states of the wrapped modules, outer modules first."""
+    """Return the ``FSDPState`` objects of all modules in ``model`` that FSDP2 wraps, outer modules first."""
     return [_state_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
 
 
@@ -368,8 +368,9 @@ def read_whole_shards(model: nn.Module) -> None:
 
 
 class _Encoded(FSDPParam):
-    """Gather a parameter by FSDP2's extensions without a tensor subclass: only FSDP2 gets an object with the extensions
-    in place of the shard's local tensor, which stays a plain tensor for loading, optimizers and saving.
+    """All-gather a parameter through FSDP2's extensions (``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``) without
+    a tensor subclass. FSDP2 gets an object that has these methods; for loading, optimizers and saving, the shard's
+    local tensor stays a plain tensor.
     """
 
     # ``encode(shard)`` returns bytes of the shard's shape, and metadata that is the same on every rank.
@@ -383,7 +384,9 @@ class _Encoded(FSDPParam):
 
 
 class _Shard:
-    """Stand for the shard's local tensor in FSDP2, with FSDP2's extensions."""
+    """Replace a shard's local tensor in FSDP2's calls by an object with the methods ``fsdp_pre_all_gather`` and
+    ``fsdp_post_all_gather``.
+    """
 
     def __init__(self, of: _Encoded, flat: Tensor) -> None:
         self._of = of
@@ -400,7 +403,7 @@ class _Shard:
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """Return the tensors to gather, and metadata of the full parameter."""
+        """Return the encoded shard to all-gather, and metadata that :meth:`fsdp_post_all_gather` needs to decode it."""
         sent, known = self._of.encoding.encode(self._flat.view(self.size()))
         return (sent,), known
 
@@ -412,13 +415,15 @@ class _Shard:
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the parameter to compute with, in the memory of ``outputs``, which FSDP2 frees later."""
+        """Return the full parameter, decoded in the memory of the all-gathered ``outputs``, which FSDP2 frees later."""
         rows = self._of.sharded_param.shape[0]  # of the full parameter, without padding
         return self._of.encoding.decode(outputs[0][:rows], known, dtype, out), ()
 
 
 def gather_encoded(model: nn.Module, encodings: Mapping[nn.Module, Any]) -> None:
-    """All-gather the weight of each module in ``encodings`` in encoded form; call before the first forward pass."""
+    """All-gather the weight of each module in ``encodings`` as bytes, encoded and decoded by the module's encoding.
+    Call it before the first forward pass.
+    """
     for parameter in (
         managed for _, group in _sharded_groups(model) for managed in group.fsdp_params
     ):

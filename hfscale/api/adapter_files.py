@@ -102,7 +102,9 @@ class _Merged:
                 )
 
     def resized(self) -> dict[str, tuple[int, ...]]:
-        """Return the new shapes, by key, of the base's tensors whose number of tokens differs from the adapter's."""
+        """Return the new shapes, by key, of the checkpoint's tensors that must be resized, because the adapter was
+        trained with another vocabulary size.
+        """
         if self.adapted.tokens is None:
             return {}
         contents = self.adapted.model.state_dict()

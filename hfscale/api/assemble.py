@@ -191,8 +191,8 @@ def _backend(runtime: Runtime, name: str | bool) -> Any:
 
 
 def _modules_to_compile(runtime: Runtime) -> Iterator[nn.Module]:
-    """Yield this rank's dense layers, and the modules of mixture-of-experts layers that contain no mixture: a mixture
-    has so many graphs that compiling would take minutes.
+    """Yield the modules of this rank to compile: each dense layer, and in each mixture-of-experts layer the children
+    without experts. Experts with their router have so many graphs that compiling them would take minutes.
     """
     mixtures = [f"{planned.name}." for planned in runtime.plan.mixtures]
     routed = {planned.layer for planned in runtime.plan.mixtures}

@@ -56,7 +56,7 @@ _WRONG_CONFIG = (
 
 @dataclass
 class Outline:
-    """Build a config's model on the meta device, once."""
+    """Describe a stock model by its config and class, and build it on the meta device when it is first needed."""
 
     config: PreTrainedConfig  # of the stock model
     auto_class: Any  # the Auto class, or model class, that builds it
@@ -85,8 +85,8 @@ class Outline:
         return model
 
     def resized(self, tokens: int | None) -> tuple["Outline", frozenset[str]]:
-        """Return an outline whose vocabulary has ``tokens`` tokens, and the names of its parameters with a row per
-        token; for ``None``, return this outline and no names.
+        """Return a description of the same model with a vocabulary of ``tokens`` tokens, and the names of the
+        parameters with one row per token. For ``None``, return this description and no names.
         """
         if tokens is None:
             return self, frozenset()
@@ -145,7 +145,7 @@ class FromSeed:
         return model, LocalWeights(tensors)
 
     def template(self, model: Any) -> Any:
-        """Return a copy of the full stock model on the meta device."""
+        """Return a copy of the full stock model on the meta device. Only :class:`FromCheckpoint` uses ``model``."""
         return copy.deepcopy(self.outline.model)
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
@@ -233,7 +233,7 @@ class InMemory:
         return model, None
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """Return the parameters that will be sharded; tied parameters are listed under each of their names."""
+        """Return the model's parameters before they are sharded, with a tied parameter under each of its names."""
         return self.model.named_parameters(remove_duplicate=False)
 
 

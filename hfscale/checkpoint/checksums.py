@@ -115,8 +115,9 @@ def _places(spans: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
 
 
 def _held(runtime: Runtime) -> dict[str, tuple[torch.dtype, Any, Sums]]:
-    """Return, for each expert parameter on this rank: the dtype, the coordinates of this rank's replica, and a checksum
-    of this rank's shard of each expert, by the expert's index in token dispatch.
+    """Return, for each parameter of experts on this rank: its dtype; this rank's coordinates on the axes that do not
+    shard it, which tell replicas from one another; and a checksum of this rank's shard of each expert, by the expert's
+    index.
     """
     result: dict[str, tuple[torch.dtype, Any, Sums]] = {}
     group = runtime.mesh.group("ep")

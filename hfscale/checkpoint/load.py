@@ -142,8 +142,8 @@ class _Loader:
     def _shown_quantized(
         self, quantized: "dict[str, QuantizedOnDisk]", targets: dict[str, Destination]
     ) -> dict[str, Any]:
-        """Register this rank's weights that are stored in 4 bits, to be read when transformers reaches them; return an
-        empty placeholder for each weight, by key.
+        """Register this rank's weights that are stored in 4 bits, so that they are read when transformers asks for
+        them. Return an empty tensor in place of each of these weights, by key.
         """
         if self.quantizing is None:
             return {}
@@ -299,8 +299,8 @@ class _Loader:
         }
 
     def name_here(self, name: str) -> str | None:
-        """Return a parameter's name on this rank, ``None`` if it is on another stage; return unplanned names
-        unchanged.
+        """Return the name under which this rank's model holds a parameter, or ``None`` if the parameter is on another
+        pipeline stage. Return names that are not in the plan unchanged.
         """
         if name in self.meta or name not in self.plan.by_name:
             return name

@@ -31,7 +31,9 @@ _SEED = 0  # seed of random values that initialization writes into loaded parame
 
 @dataclass(frozen=True)
 class Overwrite:
-    """Hold a mask of the entries that initialization overwrites, and the new values, in the full parameter's shape."""
+    """Hold the entries of a loaded parameter that initialization overwrites: a mask (``where``) and the new values,
+    both in the shape of the full parameter.
+    """
 
     where: Tensor
     values: Tensor

@@ -74,8 +74,9 @@ class _Save(threading.Thread):
 
 
 _running: list[_Save] = []
-"""Hold the running asynchronous save, at most one, in a thread with its own process group. Training steps wait only for
-the copy to CPU memory. The next save and the end of the process wait for the save, and raise its error on every rank.
+"""The asynchronous save that is running, or an empty list. It runs in a thread with its own process group, so that
+training steps wait only for the copy to CPU memory. The next save and the end of the process wait for it, and raise its
+error on every rank.
 """
 
 
@@ -181,7 +182,9 @@ def taken_now(
     step: int | None,
     others: dict[str, Any],
 ) -> TakenState:
-    """Wait for the previous save, and return this rank's state of a run, to be written to ``target``; collective."""
+    """Wait for the previous save, and collect what this rank writes of the run's present state; ``target`` is the
+    directory of the new state. Collective.
+    """
     if (streams := runtime.streams) is not None:
         streams.synchronize(runtime)
     with all_or_none(runtime.mesh, f"{target} could not be written"):

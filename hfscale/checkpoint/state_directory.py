@@ -208,8 +208,8 @@ def _refuse_other_files(source: Path) -> None:
 
 
 def _may_lie_beside(path: Path) -> bool:
-    """Return whether a path may be in a directory without states: a hidden file, a log, a run's name, or a file of an
-    interrupted save.
+    """Return whether a directory without states may contain the file ``path``, if a run begins in the directory: a
+    hidden file, a log or note, the file with the name of the run, or a file of an interrupted save.
     """
     hidden = any(part.startswith(".") and part != ".metadata" for part in path.parts)
     return hidden or path.suffix in _NOTES or path.name == RUN or "tfevents" in path.name

@@ -109,8 +109,9 @@ class StateIndex:
         return self.rank_of({"dp_replicate": replicate, "dp_shard": shard})
 
     def rank_with_random_states(self, mesh: Mesh) -> tuple[int, str]:
-        """Return, for another layout, the saved rank whose RNG states this rank continues, and a label from which new
-        states are seeded. The label is empty if this rank has the same data rank and stage as the saved rank.
+        """Return the rank of the saved run whose RNG states this rank continues in another layout, and a label. The
+        label is empty if both ranks have the same data rank and pipeline stage; otherwise, new RNG states are seeded
+        from the saved ones and the label.
         """
         data = mesh.data_rank
         stage = mesh.pp_rank
@@ -236,8 +237,8 @@ class StateReader:
         )
 
     def read(self, key: str, wanted: StateTensor, ranks: dict[str, int]) -> Tensor:
-        """Return a copy of a tensor's shard at ``ranks``, on the CPU; ``wanted`` describes how the new layout
-        shards the tensor.
+        """Return a copy, on the CPU, of the shard of a tensor that belongs to the rank with mesh coordinates ``ranks``.
+        ``wanted`` describes how this run's layout shards the tensor.
         """
         self.check(key, wanted)
         written = self.index.tensors[key]
@@ -305,8 +306,8 @@ class StateReader:
         written: StateTensor,
         wanted: list[Spans],
     ) -> Iterator[dict[str, int]]:
-        """Yield the coordinates of the written shards that overlap the wanted shard. One cut is compared after another,
-        so that most shards are skipped early.
+        """Yield the mesh coordinates of the written shards of a tensor that overlap the shard that is ``wanted``. One
+        axis that shards the tensor is compared after another, so that most shards are skipped early.
         """
         holders = list(_writers(written))
 

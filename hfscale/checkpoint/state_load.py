@@ -135,7 +135,9 @@ class _Found:
                 )
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers to restore; computed buffers, which are not saved, may differ in another layout."""
+        """Yield the buffers to restore, by name. A buffer that the model computes and does not save may be missing, or
+        have another shape, in a state of another layout; it is then left out.
+        """
         saved = self.runtime.model.state_dict().keys()
         for name, here, buffer in self.runtime.named_buffers():
             key = f"buffers/{name}"

@@ -92,8 +92,8 @@ def contents_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> Ta
 
 
 def written_parameters(runtime: Runtime) -> list[tuple[ParameterPlan, Tensor]]:
-    """Return the parameters to write, without frozen weights in 4 or 8 bits, which a resume reads from the
-    checkpoint.
+    """Return the parameters that a state contains: all but frozen weights in 4 or 8 bits, which a resume reads from the
+    model's checkpoint.
     """
     frozen = runtime.plan.quantized_weights
     return [
@@ -147,7 +147,7 @@ def described(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def moved_parameters(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
-    """Return each group's parameters that the optimizer may update, without frozen weights in 4 or 8 bits."""
+    """Return, for each group, the parameters that the optimizer may update: all but frozen weights in 4 or 8 bits."""
     return [
         [
             parameter
@@ -379,8 +379,8 @@ def _add_stored_names(
 
 
 def _merge(index: StateIndex, told: dict[str, Any]) -> None:
-    """Add a rank's entries to the index; existing entries stay, so if several stages have a tensor, the first
-    stage's entry counts.
+    """Add the entries that another rank has sent (``told``) to the index. Existing entries stay: if several pipeline
+    stages have a tensor, the index keeps the entry of the first stage.
     """
     for key, tensor in told.get("tensors", {}).items():
         index.tensors.setdefault(key, StateTensor.from_dict(tensor))

@@ -57,7 +57,7 @@ class StoredNames:
 
 
 def added_layers(model: Any) -> AddedLayers | None:
-    """Return the declaration of the layers that were added to a model; ``None`` without added layers."""
+    """Return the description of the layers that a feature added to a model; ``None`` if no layers were added."""
     return _noted(model)[0]
 
 

@@ -48,7 +48,9 @@ encoder_outputs: Callable[[Tensor], Any] = BaseModelOutput
 
 
 def place_by_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Vectorize a mask function of single positions over index tensors that broadcast (``[b, 1, 1, 1]``, ...)."""
+    """Turn a mask function of one example, head, query and key position into a function of index tensors that broadcast
+    (``[b, 1, 1, 1]``, ...).
+    """
 
     def spread(*indices: Tensor) -> Tensor:
         flat = [index.flatten() for index in indices]
@@ -73,8 +75,8 @@ def _stock_mask(
 
 
 def answer(prefix: str, host: str, attend: Attend, make_mask: MakeMask = _stock_mask) -> str:
-    """Register ``attend`` and ``make_mask`` as wrappers of the implementation ``host``; return their
-    registered name.
+    """Register a new attention implementation that wraps transformers' implementation ``host``: ``attend`` computes
+    attention, and ``make_mask`` makes masks. Both get ``host``'s function as first argument. Return the new name.
     """
     name = f"{prefix}{host}"
 

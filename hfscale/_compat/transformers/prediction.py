@@ -62,7 +62,10 @@ class _StoredNames(StoredNames):
         self._renamings = renamings
 
     def read(self, model: Any, keys: Iterable[str]) -> dict[str, str | None]:
-        """Read keys of numbered layers after the model's own, or keys under a separate prefix (``mtp``)."""
+        """Map the checkpoint keys of the prediction layers to names in the model, or to ``None`` for copies of the
+        embedding and the head. The keys are those of numbered layers after the model's own, or have a prefix of their
+        own (``mtp``).
+        """
         first = model.config.get_text_config().num_hidden_layers
         count = prediction_depths(model.config)
         numbers = "|".join(str(first + depth) for depth in range(count))

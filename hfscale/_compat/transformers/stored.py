@@ -47,7 +47,7 @@ class Merge:
 
 @dataclass(frozen=True)
 class Destination:
-    """The parameter or buffer that a stored tensor loads into."""
+    """Describe the parameter or buffer that a stored tensor is loaded into, and the conversion on the way."""
 
     name: str  # name of the (first) parameter or buffer
     converter: WeightConverter | None = None  # the conversion; ``None`` if there is none

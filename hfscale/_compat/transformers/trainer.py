@@ -190,7 +190,9 @@ def read_random_states(checkpoint: Path, process: int | None = None) -> dict[str
 
 
 def has_stock_loss(trainer: Any) -> bool:
-    """Return whether the loss is the model's own, computed as ``transformers.Trainer`` does."""
+    """Return whether a Trainer computes its loss like ``transformers.Trainer``: no subclass overrides ``compute_loss``,
+    and no ``compute_loss_func`` is given.
+    """
     return (
         type(trainer).compute_loss is StockTrainer.compute_loss
         and trainer.compute_loss_func is None

@@ -54,7 +54,9 @@ def shares_of_the_largest(parts: Parts, dtype: torch.dtype) -> Tensor:
 
 
 def powers_of_two(parts: Parts, dtype: torch.dtype) -> Tensor:
-    """Multiply E2M1 numbers by powers of two in the result's dtype (OCP microscaling formats, 2023)."""
+    """Dequantize 4-bit floating-point numbers (E2M1): multiply them by scales that are powers of two, in the result's
+    dtype (OCP microscaling formats, 2023).
+    """
     return torch.ldexp(
         _numbers(parts["values"], dtype),
         parts["scales"].int() - 127,
@@ -106,7 +108,9 @@ def _e2m1(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @cache  # equal arguments return the same object
 def two_per_byte() -> Along:
-    """Describe bytes that hold two 4-bit codes each along a dim of the weight, the lower half first."""
+    """Describe how a stored tensor packs a weight: each byte holds two neighbouring 4-bit codes, the first one in the
+    lower half.
+    """
     return Along(2, 1, _halves)
 
 
@@ -117,7 +121,9 @@ def _halves(words: Tensor) -> Tensor:
 
 @cache
 def codes_in_bytes(bits: int) -> Along:
-    """Describe bytes that hold integers of 2 or 4 bits, stored as unsigned numbers, the lowest bits first."""
+    """Describe how a stored tensor packs a weight: each byte holds several integers of 2 or 4 bits, shifted to unsigned
+    numbers, the first integer in the lowest bits.
+    """
     return Along(8 // bits, 1, partial(_numbers_in_bytes, bits=bits))
 
 
@@ -130,14 +136,16 @@ def _numbers_in_bytes(words: Tensor, bits: int) -> Tensor:
 
 @cache
 def codes_in_int32(bits: int) -> Along:
-    """Describe int32 words that hold integers of ``bits`` bits, stored as unsigned numbers, without gaps."""
+    """Describe how a stored tensor packs a weight: int32 words hold integers of ``bits`` bits, shifted to unsigned
+    numbers, without gaps.
+    """
     words = bits // gcd(bits, 32)
     return Along(32 * words // bits, words, partial(_codes_of, bits=bits, words=words))
 
 
 def words_of(codes: Tensor, along: Along, kind: torch.dtype) -> Tensor:
-    """Pack integer ``codes`` along their last dim into words of dtype ``kind``; ``along`` describes how the words are
-    unpacked.
+    """Pack integer ``codes`` along their last dim into words of dtype ``kind``, the inverse of the unpacking that
+    ``along`` describes.
     """
     if kind != torch.int32:
         return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8).view(kind)
