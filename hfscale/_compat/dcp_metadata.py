@@ -58,9 +58,7 @@ class _Reader(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class Place:
-    """Describe where in a checkpoint torch.save wrote an object: ``length`` bytes of ``file``, starting at byte
-    ``begin``. A checkpoint has several such files.
-    """
+    """Describe where torch.save wrote an object: ``length`` bytes of the checkpoint's ``file``, from byte ``begin``."""
 
     file: str  # path relative to the checkpoint's directory
     begin: int

@@ -89,8 +89,8 @@ def _shard_modules_of_one_type(
     ignored: set[nn.Parameter],
     how: dict[str, Any],
 ) -> None:
-    """Wrap each inner module whose trained parameters are all in one entry of ``others``, which has the parameters that
-    need a group of their own, by dtype. This is for torch versions with one parameter group per module. Raise
+    """Wrap each inner module whose parameters, ignored ones aside, are all in one entry of ``others``: the parameters
+    that need a group of their own, by dtype. This is for torch versions with one parameter group per module. Raise
     :class:`ConfigError` if a parameter of ``others`` is in no such module.
     """
     left = {parameter: key for key, parameters in others.items() for parameter in parameters}

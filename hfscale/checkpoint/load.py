@@ -326,8 +326,8 @@ class _Loader:
                 overwrite.apply(shares.tensors[planned.name], planned, self.mesh.ranks)
 
     def shares(self, model: Any) -> LocalWeights:
-        """Return the loaded weights as this rank's final shards, and put meta parameters back into the model in their
-        place.
+        """Return the loaded weights as this rank's final shards, and put the model's meta parameters back in place of
+        them.
         """
         loaded = dict(model.named_parameters(remove_duplicate=False))
         shares = LocalWeights(plan=self.plan)

@@ -74,9 +74,9 @@ class _Save(threading.Thread):
 
 
 _running: list[_Save] = []
-"""The asynchronous save that is running, or an empty list. It runs in a thread with its own process group, so that
-training steps wait only for the copy to CPU memory. The next save and the end of the process wait for it, and raise its
-error on every rank.
+"""A list of at most one asynchronous save that is running. The save runs in a thread with its own process group, so
+that training steps wait only for the copy to CPU memory. The next save and the end of the process wait for it, and
+raise its error on every rank.
 """
 
 

@@ -95,8 +95,8 @@ class _StoredNames(StoredNames):
 
 
 def prediction_depths(config: Any) -> int:
-    """Return the number of a config's multi-token-prediction layers; each predicts one token further ahead, the first
-    of them the second next token. Raise :class:`ConfigError` for configs without such layers.
+    """Return the number of multi-token-prediction layers in a config: the first predicts the token after the next one,
+    and each further layer one token further ahead. Raise :class:`ConfigError` for configs without such layers.
     """
     depths = getattr(config.get_text_config(), "num_mtp_layers", None)
     try:

@@ -264,9 +264,8 @@ def _after_another(
     known: dict[str, tuple[str, ...]],
     expected: set[str],
 ) -> dict[str, tuple[str, ...]]:
-    """Map each tensor that gets its right stored name only after another tensor was converted, and that other tensor,
-    to the pair of both names in the order of conversion. For example, transformers renames ``norm1`` correctly only
-    after ``norm0``.
+    """Map pairs of tensors of which transformers renames the second correctly only after the first (``norm1`` after
+    ``norm0``, for example): name of each tensor of a pair -> both names, in this order.
     """
     together: dict[str, tuple[str, ...]] = {}
     alone = {name: tensor for name, tensor in contents.items() if name not in known}

@@ -111,8 +111,8 @@ class TrainerHooks(_Mixin):
 
 
 def batches_skipped_by_accelerator(trainer: Any) -> AbstractContextManager[None]:
-    """Let Trainer skip the batches before the point in an epoch at which it resumes by
-    ``trainer.accelerator.skip_first_batches``, instead of Accelerate's function.
+    """When Trainer resumes within an epoch, let it skip batches by ``trainer.accelerator.skip_first_batches`` instead
+    of Accelerate's function.
     """
 
     def skip(loader: Any, count: int = 0) -> Any:

@@ -47,8 +47,8 @@ def in_type_of_result(parts: Parts, dtype: torch.dtype) -> Tensor:
 
 
 def shares_of_the_largest(parts: Parts, dtype: torch.dtype) -> Tensor:
-    """Dequantize the 8-bit integers of LLM.int8() (Dettmers et al. 2022): multiply them by the largest absolute value
-    of their row and by 1/127, in float32.
+    """Dequantize 8-bit integers: multiply them by the largest absolute value of their row and by 1/127, in float32
+    (LLM.int8(), Dettmers et al. 2022).
     """
     return (parts["values"] * parts["scales"] * _ONE_127TH).to(dtype)
 
