@@ -202,8 +202,8 @@ def note(held: list[Any], made: Any) -> Any:
 
 
 class _Position:
-    """Add to the state of a prepared loader the values needed to resume in another layout: the number of rows that all
-    ranks' batches have together, and the epoch and the seed that determine the order.
+    """Save the values that a prepared loader needs to resume in another layout, in addition to its own state: the
+    number of rows of all ranks' batches in a step, and the epoch and the seed that determine the order of rows.
     """
 
     _ROWS = "hfscale_rows"

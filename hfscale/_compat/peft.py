@@ -180,7 +180,7 @@ def adapted_model(model: Any) -> Any:
 
 
 def is_a_hosts(model: Any) -> bool:
-    """Return whether ``model`` is a transformers model, or PEFT's wrapper of one, and not a module around
+    """Return whether ``model`` is a transformers model, or PEFT's wrapper of one, and not another module that contains
     such a model.
     """
     if isinstance(model, PreTrainedModel):
@@ -211,9 +211,9 @@ def computes_loss(model: nn.Module) -> bool:
 
 
 def wrapped_model(model: nn.Module, config: Any, name: str, autocast: bool = True) -> Any:
-    """Return PEFT's model around ``model``, whose modules are wrapped in place. Adapter weights stay on the meta
-    device, without initial values. They have 32 bits next to narrower weights (``autocast``), or else the dtype of the
-    weights.
+    """Return PEFT's model around ``model``, in which modules of ``model`` are wrapped. Adapter weights stay on the meta
+    device, without initial values. With ``autocast``, adapters of 16-bit weights have 32 bits; otherwise adapters have
+    the dtype of the weights.
     """
     # Not peft.get_peft_model, which scripts may replace by hfscale's function.
     from peft.mapping_func import get_peft_model
@@ -259,14 +259,18 @@ def add_adapter(peft_model: Any, config: Any, name: str, autocast: bool = True) 
 
 
 def delete_adapter(peft_model: Any, name: str) -> None:
-    """Delete an adapter from a PEFT model by PEFT's own functions, even if the model has replacements of them."""
+    """Delete an adapter from a PEFT model by PEFT's own ``delete_adapter``, even if hfscale has replaced this method of
+    the model.
+    """
     base = peft_model.base_model
     with attribute_replaced(base, "delete_adapter", partial(type(base).delete_adapter, base)):
         type(peft_model).delete_adapter(peft_model, name)
 
 
 def set_adapters(peft_model: Any, names: Any, *args: Any, **kwargs: Any) -> None:
-    """Activate adapters of a PEFT model by PEFT's own function, even if the model has a replacement of it."""
+    """Activate adapters of a PEFT model by PEFT's own ``set_adapter``, even if hfscale has replaced this method of the
+    model.
+    """
     base = peft_model.base_model
     type(base).set_adapter(base, names, *args, **kwargs)
 

@@ -56,8 +56,8 @@ def structure_of_file(path: Path, library: str) -> Any:
 
 
 def place_of_tensor(archive: IO[bytes] | IOBase, begin: int) -> PlaceInFile:
-    """Return the place of the tensor in an archive of ``torch.save`` that is part of a file, from byte ``begin`` on.
-    Raises like :func:`places_in_file`.
+    """Return where in a file the data of a tensor are that torch.save wrote alone, as an archive that begins at byte
+    ``begin`` of the file. Raises like :func:`places_in_file`.
     """
     found = _load_without_memory(archive)
     if not isinstance(found, Tensor):

@@ -115,8 +115,8 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
 
 
 def _read_config(path: str, source: Any, taken: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the config of ``source``, and those of the arguments ``taken`` that the config did not use; ``path`` is
-    the place of the weights, which may differ from ``source``.
+    """Return the config that ``from_pretrained`` reads from ``source``, and the arguments ``taken`` without those that
+    the config used. ``path`` is where the weights are, which may differ from ``source``.
     """
     file = os.path.join(path, taken.get(FILE) or "config.json")
     try:

@@ -161,9 +161,9 @@ def assemble(
 def compile_layers(runtime: Runtime, asked: bool | str) -> None:
     """Compile each layer of this rank separately, according to :attr:`Options.compile`, or undo the compilation.
 
-    In a mixture-of-experts layer, only the modules outside of the mixture are compiled. ``"auto"`` compiles where
+    In a mixture-of-experts layer, only the modules that contain no experts are compiled. ``"auto"`` compiles where
     torch's compiler makes Triton kernels for the rank's device. With fused adapters, and under
-    ``recompute="elementwise"``, compiled layers save little more than the results of products and attention.
+    ``recompute="elementwise"``, compiled layers save little more than the results of matrix products and attention.
     """
     backend = asked
     if asked is True or (asked == "auto" and is_fused(runtime.mesh.device)):

@@ -1,4 +1,4 @@
-"""Add, load and delete further adapters of a sharded model; every rank must make each call."""
+"""Add, load and delete adapters of a sharded model that has an adapter already; every rank must make each call."""
 
 from collections.abc import Callable
 from functools import partial

@@ -222,7 +222,7 @@ def weights_name(rank: int) -> str:
 
 
 def rest_name(rank: int) -> str:
-    """Return the name of a rank's file of other data."""
+    """Return the name of the file in which a rank writes RNG states and other data that are no tensors."""
     return f"rank-{rank:05d}.pt"
 
 

@@ -139,7 +139,9 @@ def _add_optimizer(found: TakenState, runtime: Runtime, optimizer: torch.optim.O
 
 
 def described(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return an optimizer's name and the names of its options; optimizers that agree in both have compatible states."""
+    """Return an optimizer's name and the names of its options. The states of two optimizers are compatible if these are
+    equal.
+    """
     return [
         str(getattr(optimizer, "name", type(optimizer).__name__)),
         sorted(optimizer.defaults),

@@ -23,7 +23,7 @@ def set_implementation(config: Any, name: str) -> None:
 
 
 def note_host(name: str, host: str) -> None:
-    """Record that the implementation ``name`` wraps ``host``."""
+    """Record that hfscale's attention implementation ``name`` wraps transformers' implementation ``host``."""
     _hosts[name] = host
 
 

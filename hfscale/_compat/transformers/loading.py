@@ -203,7 +203,9 @@ def initializations(model: Any) -> Iterator[tuple[str, nn.Module, Callable[[], N
 def _children_first(
     module: nn.Module, name: str, owner: Any
 ) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yield ``(name, module, innermost model around it)``, children before parents."""
+    """Yield ``(name, module, model)`` for every module, children before parents; ``model`` is the innermost model that
+    contains the module.
+    """
     owner = module if isinstance(module, PreTrainedModel) else owner
     for key, child in module.named_children():
         yield from _children_first(child, f"{name}.{key}" if name else key, owner)

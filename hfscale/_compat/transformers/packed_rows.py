@@ -1,4 +1,4 @@
-"""Packed rows (several documents in one row): find the documents, and keep them apart in transformers' masks."""
+"""Packed rows (several documents in one row): find the documents, and separate them in transformers' masks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -96,8 +96,8 @@ def holds_documents(batch: Mapping[str, Any]) -> Tensor | None:
 def keep_documents_apart(
     function: Callable[..., Tensor], position_ids: Tensor, documents: Tensor
 ) -> Callable[..., Tensor]:
-    """Return a mask function that also keeps documents apart, made from ``function``; positions and documents: ``[b,
-    s]``.
+    """Return the mask function ``function``, changed such that no token attends to another document. ``position_ids``
+    and ``documents`` (each token's document index) are ``[b, s]``.
     """
     # Newer versions of transformers count windows and chunks from the beginning of an example.
     remapped: Any = getattr(masking_utils, "remap_positions_for_packed_sequence", None)

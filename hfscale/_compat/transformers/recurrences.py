@@ -1,9 +1,9 @@
-"""Functions of stock modules that read earlier tokens: causal convolutions and scans, and how each function takes a
-state.
+"""Describe the functions of stock modules that read earlier tokens: causal convolutions and scans, and how each
+function takes a state.
 
 Stock mixers (gated delta nets, KDA, Mamba, Mamba-2, short convolutions) compute token by token, except for two
-functions of their file, which have the same names in all families. So each description here holds for every family that
-calls the function, and for the kernels (fla, mamba_ssm, causal_conv1d) by which transformers replaces it if they are
+functions of their file, which have the same names in all families. So one description of a function holds for every
+family that calls it, and for the kernels (fla, mamba_ssm, causal_conv1d) by which transformers replaces it if they are
 installed.
 """
 

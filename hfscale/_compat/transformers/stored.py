@@ -230,8 +230,9 @@ class AsStored:
 def _together(
     model: Any, contents: dict[str, Tensor], conversions: list[Any]
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """Return two maps. The first maps each tensor that is stored together with others to the names of its group, in
-    order. The second maps tensors that are only renamed to their stored names.
+    """Return two maps. The first maps each tensor that is converted together with others (stacked experts, for example)
+    to the names of all tensors of its group, in order. The second maps each tensor that is only renamed to its stored
+    name.
     """
     renamed: dict[str, str] = {}
     converters = [
