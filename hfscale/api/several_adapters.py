@@ -24,7 +24,9 @@ Change = Callable[[LocalWeights], tuple[Adapters, Plan]]
 
 
 def replaced_by(runtime: Runtime, by: str) -> Replaced:
-    """Return an object that references the model's parameters while ``by``, an hfscale function, replaces them."""
+    """Return an object with weak references to the model's parameters, for the time in which the hfscale function
+    ``by`` replaces these parameters.
+    """
     return Replaced([(planned.name, parameter) for planned, parameter in runtime.parameters()], by)
 
 

@@ -56,8 +56,8 @@ def save_pretrained(
         timeout: how long to wait for ranks that have not made the call yet.
         check_replicas: compare replicas of parameters bit by bit first.
         quantization: with ``"as_stored"``, weights that are quantized in the model's source checkpoint are quantized
-            again in the same form. The source checkpoint is read again, and blocks that have not changed keep their
-            bytes.
+            again in the same quantization format. The source checkpoint is read again, and blocks that have not
+            changed keep their bytes.
 
     Raises:
         ConfigError: ``directory`` is empty, the root of the file system, or not a path; or ``quantization`` has another

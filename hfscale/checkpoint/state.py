@@ -305,7 +305,8 @@ def _stateful_objects(others: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SaveCheck:
-    """Hold the size of a saved state, and the times of saving and loading it.
+    """Hold the size of a state that was saved as a test, the free space on its disk, and the times of saving and
+    loading it.
 
     Attributes:
         bytes: size of all ranks' files together.
