@@ -25,8 +25,9 @@ _BATCHES = "batches_of_a_step"
 
 
 class BatchScheduler(AcceleratedScheduler):
-    """Step a schedule ``batches()`` times per optimizer step; Accelerate's own class steps it once per process. A
-    schedule that follows a metric is stepped once for each value of the metric.
+    """Step a learning-rate schedule ``batches()`` times per optimizer step: once for each different batch that the
+    ranks have, or once in total with ``split_batches``. Accelerate's own class steps it once per process. A schedule
+    that follows a metric is stepped once for each value of the metric.
     """
 
     def __init__(
@@ -50,11 +51,13 @@ class BatchScheduler(AcceleratedScheduler):
                 super().step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the schedule's state, with the number of distinct batches that its step count is based on."""
+        """Return the schedule's state, with the number of schedule steps per optimizer step."""
         return {**super().state_dict(), _BATCHES: self._batches()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after the same number of optimizer steps, even if the number of distinct batches has changed."""
+        """Continue after the same number of optimizer steps, even if the number of schedule steps per optimizer step
+        has changed since the state was saved.
+        """
         state = dict(state_dict)
         now = self._batches()
         then = state.pop(_BATCHES, 1)
@@ -73,15 +76,17 @@ class BatchScheduler(AcceleratedScheduler):
 
 
 def _follows_a_metric(scheduler: Any) -> bool:
-    """Return whether each step of a schedule needs a metric's value, so that the schedule contains no step counts."""
+    """Return whether a schedule takes a metric's value in each step, like ``ReduceLROnPlateau``. Such a schedule does
+    not count steps.
+    """
     given = inspect.signature(type(scheduler).step).parameters.values()
     return any(argument.default is inspect.Parameter.empty for argument in list(given)[1:])
 
 
 @dataclass
 class LastBatch:
-    """Hold the last batch of a stream. Of the rows that all ranks have in the last step, only the first ``left`` are
-    new; the remaining rows repeat earlier rows.
+    """Hold one rank's batch of the last step of a streamed data set. All ranks' batches of this step together have
+    ``left`` new rows; their remaining rows repeat earlier rows to fill the batches.
     """
 
     batch: Any
@@ -89,10 +94,11 @@ class LastBatch:
 
 
 def count_last_batch(loader: Any) -> None:
-    """Let a prepared loader of a stream set its ``remainder`` to the number of rows of the last step that count.
+    """Let a prepared loader of a streamed data set set its ``remainder`` to the number of new rows in the last step,
+    without the rows that are repeated to fill the batches.
 
-    Accelerate either takes the number of one rank's examples for the number on all ranks, or does not know the number
-    and drops no repeated row.
+    Accelerate would take one rank's number of rows for the number on all ranks, or would not know the number and drop
+    no repeated row.
     """
     base = loader.base_dataloader
     made = base.__iter__
@@ -128,8 +134,9 @@ class Prepared:
     def of_one_run(
         self, accelerator: Any, orders: list[Any]
     ) -> tuple[nn.Module, Any, dict[str, Any]]:
-        """Return the model, its optimizer if there is one, and a map of the other objects that have a state, with
-        ``orders``.
+        """Return the model, its optimizer (``None`` without one), and a map of names to the other objects whose states
+        are saved: schedules, data loaders, registered objects, and ``orders`` (the objects that hold the order of
+        rows).
 
         Raise :class:`ConfigError` unless there is exactly one model and at most one optimizer.
         """
@@ -156,12 +163,16 @@ class Prepared:
 
 
 def save_hooks(accelerator: Any) -> list[Callable[..., Any]]:
-    """Return the script's hooks to call before a state is saved, with models, their weights and a directory."""
+    """Return the functions that the script registered with ``register_save_state_pre_hook``. They are called before a
+    state is saved, with the models, their weights and the directory.
+    """
     return list(accelerator._save_model_state_pre_hook.values())
 
 
 def load_hooks(accelerator: Any) -> list[Callable[..., Any]]:
-    """Return the script's hooks to call before a state is loaded, with models and a directory."""
+    """Return the functions that the script registered with ``register_load_state_pre_hook``. They are called before a
+    state is loaded, with the models and the directory.
+    """
     return list(accelerator._load_model_state_pre_hook.values())
 
 
@@ -191,8 +202,8 @@ def note(held: list[Any], made: Any) -> Any:
 
 
 class _Position:
-    """Add to the state of a prepared loader the values needed to resume in another layout: the number of rows that all
-    ranks' batches have together, and the epoch and the seed that determine the order.
+    """Save the values that a prepared loader needs to resume in another layout, in addition to its own state: the
+    number of rows of all ranks' batches in a step, and the epoch and the seed that determine the order of rows.
     """
 
     _ROWS = "hfscale_rows"

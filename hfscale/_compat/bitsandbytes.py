@@ -132,7 +132,9 @@ def dequantized_stock(module: Any, parameter: Any) -> Tensor:
 def product_in_8_bits(
     module: Any, x: Tensor, rows: Tensor, scales: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """Compute ``x @ rows.T + bias`` like the 8-bit projection ``module``, with ``rows`` for the quantized weight."""
+    """Compute ``x @ rows.T + bias`` like the 8-bit projection ``module``, but with the quantized weight ``rows`` and
+    its ``scales`` instead of the module's own.
+    """
     import bitsandbytes
 
     bnb: Any = bitsandbytes  # has few type hints

@@ -1,7 +1,7 @@
 """Read the metadata of torch's distributed checkpoints (DCP), a pickle, without running the code that the pickle names.
 
-Only the few classes that torch writes into these files are accepted, and stand-ins are created in their place. So
-nothing in a file is executed, and the file may come from another version of torch.
+Only the few classes that torch writes into these files are accepted, and instead of their objects, plain records are
+created. So nothing in a file is executed, and the file may come from another version of torch.
 """
 
 import pickle
@@ -58,7 +58,7 @@ class _Reader(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class Place:
-    """Describe where torch.save wrote an object: ``length`` bytes of a file, from byte ``begin`` on."""
+    """Describe where torch.save wrote an object: ``length`` bytes of the checkpoint's ``file``, from byte ``begin``."""
 
     file: str  # path relative to the checkpoint's directory
     begin: int
@@ -67,7 +67,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Describe one chunk (a rectangular shard) of a tensor: its offsets and sizes per dim, and its place."""
+    """Describe one chunk (a rectangular shard) of a tensor: its offsets and sizes per dim, and where it is written."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

@@ -1,9 +1,8 @@
-"""List all changes that hfscale makes in other libraries until the process ends, and make those changes.
+"""List all attributes of other libraries that hfscale replaces until the process ends, and replace them.
 
-All other replacements are undone at the end of a ``with`` block. Code of users and of other libraries calls the
-functions listed here without hfscale. Unchanged, most of them would take a rank's shards for the whole model, without
-an error.
-``HFSCALE_GUARDS=0`` leaves out all of these changes.
+All other replacements are undone at the end of a ``with`` block. The functions listed in this file are also called
+directly by code of users and of other libraries, outside of hfscale's calls. Most of the original functions would then
+take a rank's shards for the whole model, without an error. ``HFSCALE_GUARDS=0`` leaves out all of these replacements.
 """
 
 import functools
@@ -36,8 +35,8 @@ LASTING = {
     _STEP: "follows replaced parameters; refuses optimizers that need more than a shard",
     "trl.*Config.__post_init__": "keeps the generation_batch_size that it was given",
 }
-"""Map of a place to its change, which lasts until the process ends; most are made for the first model on
-several ranks.
+"""Map of the dotted name of an attribute of another library (with wildcards) to what hfscale's replacement does. The
+replacements last until the process ends; most are made for the first model on several ranks.
 """
 
 _undo: dict[str, Callable[[], None]] = {}
@@ -58,8 +57,9 @@ def check_first(
     name: str,
     check: Callable[..., tuple[Any, ...]],
 ) -> None:
-    """Call ``check`` before each call of the function ``holder.name``, and pass on the arguments that ``check``
-    returns.
+    """Replace the function ``holder.name`` by one that first calls ``check`` with the call's arguments, and then the
+    original function with the positional arguments that ``check`` returns. Keyword-only arguments are passed on
+    unchanged.
     """
 
     def make(function: Any) -> Any:
@@ -83,8 +83,8 @@ def check_every_step(check: Callable[..., None]) -> None:
 def at_an_uncaught_error(
     told: Callable[[BaseException], Any], behind: Callable[[Any], None] | None = None
 ) -> None:
-    """Call ``told(error)`` when an error ends this process, then print the traceback, then call ``behind`` with the
-    result of ``told``. The pair of functions that was registered last is called first.
+    """Register two functions for an error that ends this process: ``told(error)`` is called before the traceback is
+    printed, and ``behind(result of told)`` after it. The pair that was registered last is called first.
     """
     replace_for_good(sys, "excepthook", _hook_around)
     if (told, behind) not in _told:
@@ -123,18 +123,20 @@ def place_of(holder: Any, name: str) -> str:
 
 
 def changed_places() -> list[str]:
-    """Return the places that are changed at present, sorted."""
+    """Return the dotted names of the attributes of other libraries that hfscale has replaced at present, sorted."""
     return sorted(_undo)
 
 
 def undo_all() -> None:
-    """Restore everything that was changed."""
+    """Restore all attributes of other libraries that the functions of this file have replaced."""
     while _undo:
         _undo.popitem()[1]()
 
 
 def _is_wanted(place: str) -> bool:
-    """Return whether to change a place now; raise LookupError if :data:`LASTING` does not list the place."""
+    """Return whether to replace the attribute with the dotted name ``place``: guards are on, and it is not replaced
+    yet. Raise LookupError if :data:`LASTING` does not list it.
+    """
     if not any(fnmatchcase(place, known) for known in LASTING):
         raise LookupError(f"{place} is not in the list of {__name__}")
     return guards_are_on() and place not in _undo

@@ -25,8 +25,8 @@ def is_installed() -> bool:
 
 
 def switches_of(model_type: str) -> list[str] | None:
-    """Return Liger's switches for a model family, also those of the loss; ``None`` if Liger does not support the
-    family.
+    """Return the names of the options by which Liger's function for a model family chooses kernels (``rope``,
+    ``rms_norm``, ...), including those for the loss. Return ``None`` if Liger does not support the family.
     """
     function = _function_of(model_type)
     return (
@@ -50,10 +50,12 @@ def computes_in(dtype: torch.dtype) -> bool:
 
 
 def give_kernels(model: Any, switches: Mapping[str, bool]) -> None:
-    """Replace forward methods of this ``model`` by Liger's kernels; the loss stays unchanged. Liger's own function
-    chooses the modules. It also replaces classes and the rotary embedding in the files of transformers, for all models
-    of the family. These names are restored, and the modules of ``model`` get forward methods that call the replaced
-    embedding.
+    """Replace forward methods of modules of ``model`` by Liger's kernels, which Liger's own function chooses; the loss
+    stays unchanged.
+
+    Liger's function also replaces classes and the rotary embedding in the files of transformers, for all models of the
+    family. These replacements are undone, so that other models stay unchanged. Modules of ``model`` that call the
+    rotary embedding get their own forward method, which calls Liger's.
     """
     family = model.config.model_type
     wanted = {**switches, **dict.fromkeys(LOSSES, False)}
@@ -76,7 +78,9 @@ def give_kernels(model: Any, switches: Mapping[str, bool]) -> None:
 
 
 def _with_names(stock: FunctionType, names: Mapping[str, Any]) -> FunctionType:
-    """Return a copy of a function, its decorators included, in which the global ``names`` have other values."""
+    """Return a copy of a function and of its decorators in which the function's global variables ``names`` have the
+    given values.
+    """
     inner = vars(stock).get("__wrapped__")
     cells = stock.__closure__
     if inner is not None:  # the closure of a decorator contains the function to call
@@ -109,7 +113,8 @@ def keep_gradients(module: nn.Module) -> None:
 def _names_of_files() -> Iterator[dict[int, dict[str, Any]]]:
     """Restore, at the end of the block, all names in files of transformers and torch that were replaced in the block.
 
-    Yield a dict that is filled at the end: id of a file's names -> name -> the value that replaced the stock one.
+    Yield a dict that is filled at the end of the block: ``id`` of a file's ``globals()`` -> name -> the value that had
+    replaced the original one.
     """
     files: list[ModuleType] = [nn, nn.functional]
     files += [file for name, file in list(sys.modules.items()) if ".modeling_" in name]
@@ -130,7 +135,9 @@ def _names_of_files() -> Iterator[dict[int, dict[str, Any]]]:
 
 
 def applies(function: Any, name: str) -> bool:
-    """Return whether ``function`` computes the values of the activation that :func:`activation_of` calls ``name``."""
+    """Return whether ``function`` computes the activation ``name``: ``"silu"``, or else GELU in its tanh approximation.
+    Tried on a few values.
+    """
     x = torch.linspace(-4, 4, 9)
     wanted: Tensor = (
         nn.functional.silu(x) if name == "silu" else nn.functional.gelu(x, approximate="tanh")

@@ -92,7 +92,9 @@ ADAPTER_DIMS: dict[str, tuple[int | None, int | None]] = {
     **dict.fromkeys(ROTATIONS, (None, 0)),
     **dict.fromkeys(WHOLE, (None, None)),
 }
-"""Map of a wrapper's attribute to two dims of its parameters: along the module's input, and along its output."""
+"""Map of a wrapper's attribute, such as ``lora_A``, to two dims of the parameters in it: the dim along the wrapped
+module's input features, and the dim along its output features; ``None`` if there is no such dim.
+"""
 
 # Substrings of the names of parameters that PEFT adds.
 NEW_WEIGHTS = (
@@ -117,7 +119,9 @@ def wrapped(module: nn.Module) -> nn.Module | None:
 
 
 def trained_copies(wrapper: nn.Module) -> list[nn.Module]:
-    """Return the trained copies of the wrapped module; the copy of the active adapter is called in its place."""
+    """Return the wrapper's trained copies of the wrapped module (``modules_to_save``), one per adapter. The wrapper
+    calls the active adapter's copy instead of the wrapped module.
+    """
     held = own_modules(wrapper)
     copies = [held[name] for name in COPIES if held.get(name) is not None]
     return [child for copied in copies if copied is not None for child in copied.children()]
@@ -176,7 +180,7 @@ def adapted_model(model: Any) -> Any:
 
 
 def is_a_hosts(model: Any) -> bool:
-    """Return whether ``model`` is a transformers model, or PEFT's wrapper of one, and not a module around
+    """Return whether ``model`` is a transformers model, or PEFT's wrapper of one, and not another module that contains
     such a model.
     """
     if isinstance(model, PreTrainedModel):
@@ -207,9 +211,9 @@ def computes_loss(model: nn.Module) -> bool:
 
 
 def wrapped_model(model: nn.Module, config: Any, name: str, autocast: bool = True) -> Any:
-    """Return PEFT's model around ``model``, whose modules are wrapped in place. Adapter weights stay on the meta
-    device, without initial values. They have 32 bits next to narrower weights (``autocast``), or else the dtype of the
-    weights.
+    """Return PEFT's model around ``model``, in which modules of ``model`` are wrapped. Adapter weights stay on the meta
+    device, without initial values. With ``autocast``, adapters of 16-bit weights have 32 bits; otherwise adapters have
+    the dtype of the weights.
     """
     # Not peft.get_peft_model, which scripts may replace by hfscale's function.
     from peft.mapping_func import get_peft_model
@@ -231,8 +235,8 @@ def wrapped_model(model: nn.Module, config: Any, name: str, autocast: bool = Tru
 
 
 def _tie_copies(peft_model: Any, config: Any, name: str) -> None:
-    """Tie the trained copies of the adapter ``name``; PEFT 0.21 does not tie copies that are made on the
-    meta device.
+    """Tie the adapter's trained copies of ``modules_to_tie`` to its trained copy of the embedding. PEFT 0.21 does not
+    tie copies that are made on the meta device.
     """
     stock = adapted_model(peft_model)
     for path in getattr(config, "modules_to_tie", None) or ():
@@ -255,20 +259,26 @@ def add_adapter(peft_model: Any, config: Any, name: str, autocast: bool = True) 
 
 
 def delete_adapter(peft_model: Any, name: str) -> None:
-    """Delete an adapter from a PEFT model by PEFT's own functions, even if the model has replacements of them."""
+    """Delete an adapter from a PEFT model by PEFT's own ``delete_adapter``, even if hfscale has replaced this method of
+    the model.
+    """
     base = peft_model.base_model
     with attribute_replaced(base, "delete_adapter", partial(type(base).delete_adapter, base)):
         type(peft_model).delete_adapter(peft_model, name)
 
 
 def set_adapters(peft_model: Any, names: Any, *args: Any, **kwargs: Any) -> None:
-    """Activate adapters of a PEFT model by PEFT's own function, even if the model has a replacement of it."""
+    """Activate adapters of a PEFT model by PEFT's own ``set_adapter``, even if hfscale has replaced this method of the
+    model.
+    """
     base = peft_model.base_model
     type(base).set_adapter(base, names, *args, **kwargs)
 
 
 def is_feedforward(config: Any, name: str) -> bool:
-    """Return whether IA3 scales a module's input, not its output: the config has a pattern, or ends of module names."""
+    """Return whether IA3 scales the input of the module ``name``, not its output. The config's ``feedforward_modules``
+    is a regular expression for the names of such modules, or a list of endings of their names.
+    """
     told = config.feedforward_modules
     if isinstance(told, str):
         return re.fullmatch(told, name) is not None
@@ -299,8 +309,8 @@ def look_up_by(embedding: nn.Module, look_up: Callable[..., Tensor]) -> None:
 
 
 def adapted_experts(wrapper: Any) -> tuple[str | None, int]:
-    """Return the name of the experts' parameter that ``wrapper`` adapts, and the number of experts. Return ``None`` and
-    0 for a wrapper of a whole module.
+    """Return the name of the experts' parameter to which ``wrapper`` adds an adapter, and the number of experts. Return
+    ``None`` and 0 for a wrapper that adapts a whole module.
     """
     name = getattr(wrapper, "parameter_name", None)
     return name, 0 if name is None else int(getattr(wrapper, "num_experts", 0))
@@ -414,7 +424,9 @@ def wrap_tokens(
 
 
 def layer_of_tokens(wrapper: nn.Module) -> Any:
-    """Return the inner wrapper that replaces rows of tokens, or ``wrapper`` itself if it has no inner one."""
+    """Return the wrapper that replaces rows of tokens by trained rows: the wrapper inside of ``wrapper`` that does so,
+    or ``wrapper`` itself if there is none inside.
+    """
     return own_modules(wrapper).get(TOKEN_LAYER, wrapper)
 
 
@@ -424,10 +436,14 @@ def put_original_rows(layer: Any, name: str, rows: Tensor) -> None:
 
 
 def replaces_rows(layer: Any) -> bool:
-    """Return whether a wrapper of token rows uses its trained rows: it is active and not merged."""
+    """Return whether a wrapper with trained rows for some tokens uses them: an adapter is active, adapters are not
+    disabled, and the rows are not merged into the weight.
+    """
     return bool(layer.active_adapters) and not layer.disable_adapters and not layer.merged
 
 
 def merge_rows_by(layer: Any, merged: Callable[[], Tensor]) -> None:
-    """Let a wrapper of token rows compute with the weight that ``merged`` returns."""
+    """Let a wrapper with trained rows for some tokens compute with the weight that ``merged()`` returns, instead of the
+    weight into which PEFT writes these rows.
+    """
     layer.get_merged_weights = lambda active_adapters: merged()

@@ -76,7 +76,9 @@ def _scales_stay() -> Iterator[None]:
 
 @contextmanager
 def _sizes_of_none(config: Any) -> Iterator[None]:
-    """Let a pipeline stage without an adapted module draw matrices with one entry, since it has no shapes."""
+    """Let a pipeline stage on which no module is adapted draw the matrices that modules share for one input and one
+    output feature, since the stage has no adapted module to take sizes from.
+    """
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
     from peft.utils.constants import DUMMY_TARGET_MODULES
 
@@ -120,7 +122,9 @@ def shared_parameters(peft_model: Any) -> dict[str, nn.Parameter]:
 def sample_through(
     wrapper: Any, sample: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 ) -> None:
-    """Let a PVeRA wrapper sample its vectors by ``sample(draw, mean)``; other wrappers are left unchanged."""
+    """Let a PVeRA wrapper sample its random vectors by ``sample(draw, mean)``, where ``draw(mean)`` is PEFT's own draw
+    from a normal distribution with this mean. Other wrappers are left unchanged.
+    """
     if not hasattr(wrapper, "_reparametrize"):
         return
     stock = wrapper._reparametrize

@@ -54,7 +54,9 @@ HOOKS = tuple(
 
 
 def _held_by(register: str) -> str:
-    """Return the attribute in which modules keep the hooks of the public method ``register``, found by calling it."""
+    """Return the attribute in which an ``nn.Module`` stores the hooks that its method ``register`` adds, such as
+    ``register_forward_hook``. It is found by adding a hook to an empty module.
+    """
     probe = nn.Module()
     handle = getattr(probe, register)(lambda *_: None)
     return next(name for name in HOOKS if handle.id in vars(probe)[name])
@@ -147,14 +149,16 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 def own_contents(
     parents: Sequence[nn.Module], holders: Sequence[nn.Module]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return :func:`own_modules` of each of ``parents`` and :func:`own_parameters` of each of ``holders``, faster than
-    in separate calls.
+    """Return the modules' own dicts of children (:func:`own_modules`) for all ``parents``, and of parameters
+    (:func:`own_parameters`) for all ``holders``; one call is faster than one for each module.
     """
     return [module._modules for module in parents], [module._parameters for module in holders]
 
 
 def passes_otherwise(module: nn.Module) -> bool:
-    """Return whether this module's forward pass differs from its class's, by hooks or by a ``forward`` set on it."""
+    """Return whether calling this module may compute something else than its class's ``forward``: it has forward hooks,
+    or a ``forward`` of its own.
+    """
     before, behind, *_ = _ON_BOTH_SIDES(module)
     return bool(before or behind or "forward" in vars(module))
 
@@ -211,7 +215,7 @@ def storage_key(held: Tensor | torch.UntypedStorage) -> int:
 
 
 def living_storage(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    """Return the storage behind a weak reference; ``None`` if the storage has been freed."""
+    """Return the storage to which a weak reference points; ``None`` if the storage has been freed."""
     return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
@@ -222,7 +226,9 @@ def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tenso
 
 
 def is_checkpointed() -> bool:
-    """Return whether torch's ``checkpoint`` runs or repeats a forward pass. It keeps no tensors between both passes."""
+    """Return whether a forward pass is running under ``torch.utils.checkpoint``, as first pass or as recomputation.
+    Between the two, the activations are not kept.
+    """
     hooks = saved_tensor_hooks()
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
@@ -304,9 +310,9 @@ def current_node_number() -> int:
 
 
 def gradients_asked(ctx: Any) -> Sequence[bool]:
-    """Return, for each input of an ``autograd.Function``, whether the current backward pass needs its gradient.
-    ``needs_input_grad`` tells whether any pass may need it; when compiling, ``needs_input_grad`` is returned, because
-    compilers can trace it.
+    """Return, for each input of an ``autograd.Function``, whether the current backward pass needs the input's gradient.
+    ``ctx.needs_input_grad`` instead tells whether any backward pass through the graph may need it. Under torch.compile,
+    ``needs_input_grad`` is returned, because compilers can trace it.
     """
     if torch.compiler.is_compiling():
         return ctx.needs_input_grad
@@ -433,10 +439,11 @@ def answer_calls(module: nn.Module, answer: Callable[..., Any]) -> None:
 
 
 def kept_results(operators: Collection[Any]) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Return two dispatch modes: one for the first pass, which saves the results of ``operators``, one for the
-    recomputation. Both handle only the chosen ``operators``. torch's own modes require that both passes call every
-    operator equally often. This fails if a layer all-gathers experts' weights, sharded over replicas, in one pass but
-    finds them gathered in the other pass.
+    """Return two dispatch modes for selective activation checkpointing: one for the first pass, which saves the results
+    of ``operators``, and one for the recomputation, which reads them. Both modes ignore all other operators.
+
+    torch's own modes instead require that both passes call every operator equally often. With experts' weights that are
+    sharded over replicas this fails, because a layer may all-gather the weights in only one of the two passes.
     """
     first, again = create_selective_checkpoint_contexts(list(operators))
     return _Chosen(operators, first), _Chosen(operators, again)
@@ -467,7 +474,7 @@ class _Chosen(TorchDispatchMode):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        """Pass one operator to the mode, or run it."""
+        """Pass an operator to the wrapped mode if it is one of the chosen operators; otherwise run it directly."""
         if func in self._operators:
             return self._mode.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))

@@ -16,7 +16,8 @@ _aten: Any = torch.ops.aten
 def flash_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return output and lse; several query heads may share a key head.
+    """Return the attention output ``[b, h, rows, d]`` and the log-sum-exp of its scores ``[b, h, rows]``, from torch's
+    flash kernel for the CPU. Several query heads may share a key head.
 
     Raises:
         ValueError: the number of query heads is no multiple of that of key heads; the kernel does not check that.
@@ -32,9 +33,11 @@ def flash_on_cpu(
 
 @cache
 def flash_broadcasts_heads() -> bool:
-    """Return whether torch's fused attention lets all query heads share one key head by itself, as since torch 2.14.
+    """Return whether torch's fused attention broadcasts a single key head to all query heads, as it does since torch
+    2.14.
 
-    Tried on the CPU. Before 2.14, such models (Falcon) got the kernel that keeps all attention scores in memory.
+    This is tried on the CPU. Before 2.14, models with a single key head (Falcon) got the kernel that keeps all
+    attention scores in memory.
     """
     query = torch.zeros(1, 2, 1, 8, requires_grad=True)
     key = torch.zeros(1, 1, 1, 8)
@@ -69,7 +72,9 @@ def flash_takes(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) 
 def flash_on_cuda(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return output and lse, computed in 16 bits. Several query heads may share a key head."""
+    """Return the attention output ``[b, h, rows, d]`` and the log-sum-exp of its scores ``[b, h, rows]``, from torch's
+    flash kernel for CUDA, in 16 bits. Several query heads may share a key head.
+    """
     out, lse, *_ = _aten._scaled_dot_product_flash_attention(
         q, k, v, 0.0, causal, False, scale=scale
     )

@@ -9,9 +9,9 @@ _OPTION = "ban_recompute_materialized_backward"
 
 @cache  # layers that share a backend share their graphs
 def repeating_backend(named: str | Callable[..., Any]) -> Callable[..., Any]:
-    """Return a backend of ``torch.compile`` that also recomputes elementwise the inputs of the backward pass's products
-    (outputs of norms, activations of gates) from tensors that are saved anyway. The unchanged backend would save these
-    inputs. No product and no attention is recomputed.
+    """Return a backend of ``torch.compile`` that saves fewer activations than the backend ``named``. It recomputes
+    cheap inputs of the backward pass's matrix products (outputs of norms, activations of gates) elementwise from
+    tensors that are saved anyway. No matrix product and no attention is recomputed.
     """
     # Imported on use: the import takes a second, and most runs compile nothing.
     import torch._functorch.config as partitioner

@@ -1,7 +1,8 @@
-"""Torch's fake process group, and patches with which FSDP2 and autocast run on the meta device.
+"""Use torch's fake process group, and patch FSDP2 and autocast so that they run on the meta device.
 
-Read and run with torch 2.13 to 2.15. FSDP2 needs streams and events of a device's module, which the meta device lacks:
-the CPU's, which wait for nothing, take their place. FSDP2 also refuses meta weights because they look not yet loaded.
+Read and run with torch 2.13 to 2.15. FSDP2 needs the streams and events of a device, which the meta device lacks. It
+gets the CPU's streams and events, which wait for nothing. FSDP2's check against meta weights, which takes them for
+weights that were not loaded, is left out.
 """
 
 import importlib
@@ -28,8 +29,8 @@ _BACKEND = "cpu:fake,meta:fake"
 
 
 class _Stream(torch.cpu.Stream):
-    """Provide a stream without asynchronous work. FSDP2 requires that streams of a device other than the CPU record
-    events.
+    """Stand for a stream of the meta device, without asynchronous work. FSDP2 calls ``record_event`` on the streams of
+    every device other than the CPU.
     """
 
     # Attributes of torch.Stream that FSDP2 reads since torch 2.15, to note who reads a gradient; torch.cpu.Stream lacks
@@ -70,7 +71,9 @@ def fake_process_group(world: int, rank: int) -> Iterator[None]:
 
 
 def _named(group: Any) -> Any:
-    """Return the group with a default backend; without a default, a group with backends per device would warn."""
+    """Set a default backend for a process group, and return the group: torch warns of groups that have a backend for
+    each device but no default.
+    """
     if isinstance(group, dist.ProcessGroup):
         group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
     return group
@@ -229,9 +232,9 @@ def autocast_on_meta(like: str) -> Iterator[dict[int, StorageWeakRef]]:
     """Let autocast on the meta device act like autocast on ``like`` (``"cpu"`` or ``"cuda"``) inside the ``with``
     block.
 
-    The block gets a dict of the storages of all copies of weights so far, by :func:`storage_key`; keys stay unique
-    while the dict exists. Arguments are cast for those functions of torch's lists (Autocast Op Reference) that language
-    models use.
+    The block gets a dict that lists the low-precision copies of weights that autocast has made so far:
+    :func:`storage_key` of a copy -> weak reference to its storage. Arguments are cast for those functions of torch's
+    lists (Autocast Op Reference) that language models use.
     """
     autocast = torch.autocast
     enabled = torch.is_autocast_enabled

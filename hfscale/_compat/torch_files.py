@@ -24,8 +24,9 @@ class PlaceInFile(NamedTuple):
 
 
 def places_in_file(path: Path) -> dict[str, PlaceInFile]:
-    """Return the places of the tensors of a saved mapping; values that are no tensors are left out. Only objects of
-    types that ``weights_only=True`` allows are created, and the tensors are fake, without memory.
+    """Return where in the file each tensor of a saved mapping is, by the mapping's keys; values that are no tensors are
+    left out. Only objects of types that ``weights_only=True`` allows are created, and the tensors are fake, without
+    memory.
 
     Raises:
         ValueError: the file contains no mapping, or is not in the zip format that torch writes since 1.6.
@@ -43,8 +44,9 @@ def places_in_file(path: Path) -> dict[str, PlaceInFile]:
 
 
 def structure_of_file(path: Path, library: str) -> Any:
-    """Return the contents of a file, with places instead of tensors. Stand-ins, whose state is discarded, replace
-    objects of classes of ``library``: nothing of the library is imported or run. Raises like :func:`places_in_file`.
+    """Return the contents of a file of ``torch.save``, with a :class:`PlaceInFile` instead of each tensor. Objects of
+    classes of ``library`` are replaced by empty objects, so nothing of the library is imported or run. Raises like
+    :func:`places_in_file`.
     """
     names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     own = [name for name in names if name.startswith(f"{library}.")]
@@ -54,8 +56,8 @@ def structure_of_file(path: Path, library: str) -> Any:
 
 
 def place_of_tensor(archive: IO[bytes] | IOBase, begin: int) -> PlaceInFile:
-    """Return the place of the tensor in an archive of ``torch.save`` that is part of a file, from byte ``begin`` on.
-    Raises like :func:`places_in_file`.
+    """Return where in a file the data of a tensor are that torch.save wrote alone, as an archive that begins at byte
+    ``begin`` of the file. Raises like :func:`places_in_file`.
     """
     found = _load_without_memory(archive)
     if not isinstance(found, Tensor):
@@ -65,7 +67,7 @@ def place_of_tensor(archive: IO[bytes] | IOBase, begin: int) -> PlaceInFile:
 
 
 class _StandIn:
-    """Stand in for an object of a class that is not created."""
+    """Replace an object whose class is not imported when a file is read, and discard the object's state."""
 
     def __init__(self, *_: Any) -> None:
         pass

@@ -89,7 +89,10 @@ def _shard_modules_of_one_type(
     ignored: set[nn.Parameter],
     how: dict[str, Any],
 ) -> None:
-    """Wrap inner modules whose parameters all belong to one of the ``others``, for torch with one group per module."""
+    """Wrap each inner module whose parameters, ignored ones aside, are all in one entry of ``others``: the parameters
+    that need a group of their own, by dtype. This is for torch versions with one parameter group per module. Raise
+    :class:`ConfigError` if a parameter of ``others`` is in no such module.
+    """
     left = {parameter: key for key, parameters in others.items() for parameter in parameters}
     for name, inner in module.named_modules():
         held = {parameter for parameter in inner.parameters() if parameter not in ignored}
@@ -116,8 +119,8 @@ def _groups(state: Any) -> list[Any]:
 
 
 def _sharded_groups(model: nn.Module, inner: bool = True) -> Iterator[tuple[str, Any]]:
-    """Yield the groups of every wrapped module with the module's name; without ``inner``, only the groups
-    of ``model``.
+    """Yield ``(module name, parameter group)`` for every FSDP2 parameter group of every wrapped module; without
+    ``inner``, only for the groups of ``model`` itself.
     """
     for name, module in model.named_modules() if inner else [("", model)]:
         if isinstance(module, FSDPModule):
@@ -125,20 +128,22 @@ def _sharded_groups(model: nn.Module, inner: bool = True) -> Iterator[tuple[str,
 
 
 def _states(model: nn.Module) -> list[Any]:
-    """Return FSDP2's states of the wrapped modules, outer modules first."""
+    """Return the ``FSDPState`` objects of all modules in ``model`` that FSDP2 wraps, outer modules first."""
     return [_state_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Hold parameters whose gradients are reduced in one buffer."""
+    """Hold an FSDP2 parameter group: parameters whose gradients are reduced together, in one flat buffer."""
 
     module: str  # the name of the module that FSDP2 wraps
     sizes: list[torch.Size]  # padded sizes of this rank's trained shards, in the buffer's order
     _group: Any
 
     def average_by(self, hook: Callable[[Tensor], None]) -> None:
-        """Set a hook that gets the buffer after it is reduced over the shards."""
+        """Call ``hook(buffer)`` when the group's flat buffer of gradients has been reduce-scattered over the ranks that
+        shard the parameters.
+        """
 
         def averaged(flat: Tensor) -> None:
             # The buffer belongs to the reduce-scatter stream, and hooks run on another stream. FSDP2 frees the buffer
@@ -151,7 +156,9 @@ class ParameterGroup:
 
 
 def parameter_groups(model: nn.Module) -> Iterator[ParameterGroup]:
-    """Yield the groups of every wrapped module, in order; call before the first forward pass."""
+    """Yield the FSDP2 parameter groups of every wrapped module, outer modules first. Call it before the first forward
+    pass.
+    """
     for name, group in _sharded_groups(model):
         trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
         yield ParameterGroup(name, [p.padded_sharded_param_size for p in trained], group)
@@ -176,7 +183,9 @@ def cast_shards(model: nn.Module, types: Mapping[nn.Parameter, torch.dtype]) -> 
 
 
 def gather_root(model: nn.Module) -> None:
-    """Gather the weights outside the layers, for calls of the model's modules without a call of the model."""
+    """All-gather the weights outside the layers, as FSDP2 would when the model is called. This is needed if modules of
+    the model are called directly.
+    """
     root = _state_of(model)
     root._lazy_init()  # otherwise the first called layer would become the root
     for group in _groups(root):
@@ -218,9 +227,9 @@ def forget_iteration(model: nn.Module) -> None:
 
 
 def agree_on_gradients(model: nn.Module, modules: set[nn.Module], agree: Agree) -> None:
-    """Let all ranks reduce the same gradients of ``modules`` in the root's groups, even if a rank's batch did not use
-    the modules: a gradient that is missing here but exists on another rank (found by ``agree``) is reduced as zeros; a
-    gradient that exists on no rank stays ``None``.
+    """Let all ranks reduce the same gradients of ``modules``, even if the batch of a rank did not use the modules. This
+    applies to the parameter groups of the root FSDP module. A gradient that this rank lacks but another rank has (found
+    by ``agree``) is reduced as zeros; a gradient that no rank has stays ``None``.
     """
     root, *inner = _states(model)
     for group in _groups(root):
@@ -283,14 +292,16 @@ class ManagedPlace:
     _parameter: Any
 
     def has_its_own(self) -> bool:
-        """Return whether the attribute holds one of FSDP2's own tensors."""
+        """Return whether the attribute holds a tensor that FSDP2 manages, its shard or its gathered parameter, and not
+        one that other code put there.
+        """
         parameter = self.module._parameters.get(self.name)
         managed = self._parameter
         known = parameter is self.first or parameter is managed.sharded_param
         return known or parameter is getattr(managed, "unsharded_param", None)
 
     def put_back(self) -> None:
-        """Set the attribute to FSDP2's shard, unless it holds one of FSDP2's own tensors already."""
+        """Set the attribute to FSDP2's shard if it holds a tensor that FSDP2 does not manage."""
         if not self.has_its_own():
             self.module._parameters[self.name] = self._parameter.sharded_param
 
@@ -308,8 +319,8 @@ class ManagedPlace:
 
 
 def managed_places(model: nn.Module, inner: bool = True) -> Iterator[ManagedPlace]:
-    """Yield every place of every sharded parameter, with all names of tied parameters; ``inner``: of inner
-    modules too.
+    """Yield every module attribute that holds a parameter sharded by FSDP2; a tied parameter has several. Without
+    ``inner``, yield only those of parameters that the wrapper of ``model`` itself shards.
     """
     for parameter in (
         managed for _, group in _sharded_groups(model, inner) for managed in group.fsdp_params
@@ -357,8 +368,9 @@ def read_whole_shards(model: nn.Module) -> None:
 
 
 class _Encoded(FSDPParam):
-    """Gather a parameter by FSDP2's extensions without a tensor subclass: only FSDP2 gets an object with the extensions
-    in place of the shard's local tensor, which stays a plain tensor for loading, optimizers and saving.
+    """All-gather a parameter through FSDP2's extensions (``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``) without
+    a tensor subclass. FSDP2 gets an object that has these methods; for loading, optimizers and saving, the shard's
+    local tensor stays a plain tensor.
     """
 
     # ``encode(shard)`` returns bytes of the shard's shape, and metadata that is the same on every rank.
@@ -372,7 +384,9 @@ class _Encoded(FSDPParam):
 
 
 class _Shard:
-    """Stand for the shard's local tensor in FSDP2, with FSDP2's extensions."""
+    """Replace a shard's local tensor in FSDP2's calls by an object with the methods ``fsdp_pre_all_gather`` and
+    ``fsdp_post_all_gather``.
+    """
 
     def __init__(self, of: _Encoded, flat: Tensor) -> None:
         self._of = of
@@ -389,7 +403,7 @@ class _Shard:
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """Return the tensors to gather, and metadata of the full parameter."""
+        """Return the encoded shard to all-gather, and metadata that :meth:`fsdp_post_all_gather` needs to decode it."""
         sent, known = self._of.encoding.encode(self._flat.view(self.size()))
         return (sent,), known
 
@@ -401,13 +415,15 @@ class _Shard:
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the parameter to compute with, in the memory of ``outputs``, which FSDP2 frees later."""
+        """Return the full parameter, decoded in the memory of the all-gathered ``outputs``, which FSDP2 frees later."""
         rows = self._of.sharded_param.shape[0]  # of the full parameter, without padding
         return self._of.encoding.decode(outputs[0][:rows], known, dtype, out), ()
 
 
 def gather_encoded(model: nn.Module, encodings: Mapping[nn.Module, Any]) -> None:
-    """All-gather the weight of each module in ``encodings`` in encoded form; call before the first forward pass."""
+    """All-gather the weight of each module in ``encodings`` as bytes, encoded and decoded by the module's encoding.
+    Call it before the first forward pass.
+    """
     for parameter in (
         managed for _, group in _sharded_groups(model) for managed in group.fsdp_params
     ):

@@ -108,7 +108,7 @@ _groups: Any = distributed_c10d
 
 @dataclass(frozen=True)
 class UnderWay:
-    """Describe a collective that has not finished."""
+    """Describe a collective that has not finished: its name, process group and inputs, and the time of the call."""
 
     call: str  # the collective's name, such as ``all_reduce``
     group: str  # the name of its process group

@@ -42,11 +42,12 @@ _Mixin: Any = object  # so that type checkers accept the attributes of a trainer
 
 
 class DataHooks(_Mixin):
-    """Override the methods by which TRL's trainers prepare their data sets and score completions.
+    """Override the methods by which TRL's trainers prepare their data sets and compute log-probabilities of
+    completions.
 
     A subclass has ``arguments_of_data(arguments)``, which returns the config by which rows are prepared;
-    ``check_cached(dataset)``, called before the first rank caches a reference model's scores with the rows; and
-    ``scored(log_probs)``, called with the scores of completions.
+    ``check_cached(dataset)``, called before the first rank stores a reference model's log-probabilities with the rows;
+    and ``scored(log_probs)``, called with the trained model's log-probabilities of the completions' tokens.
     """
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any) -> Any:
@@ -71,10 +72,11 @@ def record(trainer: Any, name: str, value: float) -> None:
 
 
 class EngineHooks(_Mixin):
-    """Override private methods of TRL's ``VLLMGeneration``.
+    """Override private methods of TRL's ``VLLMGeneration``, which generates with a vLLM engine and sends new weights to
+    it.
 
     A subclass has ``check()``, called before the engine starts, and ``weights()``, which yields the full tensors to
-    send by their names in a checkpoint. For engines that serve adapters (of rank ``adapter_rank``) instead, it has
+    send by their names in a checkpoint. For engines that serve adapters (of LoRA rank ``adapter_rank``) instead, it has
     ``adapter()``, which returns an adapter's directory. ``weights`` and ``adapter`` are called on every rank.
     """
 
@@ -229,7 +231,9 @@ class DistillationHooks(_Mixin):
 
     @_forward_redirection.setter
     def _forward_redirection(self, _: Any) -> None:
-        """Ignore the value that TRL sets, which runs the loss inside the forward pass of a wrapper."""
+        """Ignore the object that TRL assigns to this attribute, by which TRL would compute the loss inside the forward
+        pass of a wrapped model.
+        """
 
     def _compute_loss(self, student: Any, inputs: Any, num_items_in_batch: Any) -> Any:
         batch = {name: value for name, value in inputs.items() if name not in _GENERATED}
@@ -280,7 +284,9 @@ def replaced(kind: type, functions: Mapping[str, Callable[..., Any]]) -> Iterato
 
 
 def fused_output(**fields: Any) -> Any:
-    """Return the output of a model with a fused head."""
+    """Return TRL's ``FusedCausalLMOutput`` with these ``fields``: the output of a model whose head also computes the
+    loss.
+    """
     return importlib.import_module("trl.trainer.utils").FusedCausalLMOutput(**fields)
 
 

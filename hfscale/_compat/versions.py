@@ -34,7 +34,9 @@ def untested() -> dict[str, str]:
 
 
 def _missing_names() -> list[str]:
-    """Return the errors of importing all files that adapt torch and transformers: names that those no longer have."""
+    """Import all files of hfscale that use private names of torch and transformers, and return the errors: each tells
+    of a name that the installed version no longer has.
+    """
     errors = []
     for module in pkgutil.walk_packages(
         importlib.import_module(__package__).__path__, f"{__package__}."
@@ -50,7 +52,9 @@ def _missing_names() -> list[str]:
 
 
 def _speaks_for_its_job() -> bool:
-    """Return whether this process is the first of its job, and no parent process has warned already."""
+    """Return whether this process should print the warning: it is the first process of its job, and no parent process
+    has warned already.
+    """
     return _WARNED not in os.environ and is_first_of_job()
 
 

@@ -1,1 +1,3 @@
-"""Build a model that trains: check arguments, plan, load, install parts; attach and merge adapters."""
+"""Build a model that trains: check arguments, plan, load weights, install the layout's features; attach and merge
+adapters.
+"""

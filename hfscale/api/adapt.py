@@ -279,7 +279,9 @@ def _unload(model: nn.Module) -> Any:
 def _output_before(
     runtime: Runtime, adapters: Adapters, merged: Sequence[str]
 ) -> tuple[str, Tensor] | None:
-    """Return a sample output with the adapters to be ``merged``, or ``None`` if other adapters are active."""
+    """Return the model's output on a few random tokens, with the output's name, before the adapters ``merged`` are
+    merged. Return ``None`` if other adapters are active, or if the model reads no tokens.
+    """
     computes = set(merged) == set(adapters.active) and reads_tokens(runtime.model)
     return _sample_output(runtime) if computes else None
 

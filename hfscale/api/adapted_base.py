@@ -33,8 +33,8 @@ _FACTOR = ".lora_"  # in the keys of LoRA's factors
 
 class AdaptedBase:
     """Hold the model of a checkpoint and its saved adapter on the meta device; ``trusted`` allows the checkpoint's own
-    code to run. The model has the adapter's number of tokens, :attr:`tokens`, if this number differs from the
-    checkpoint's.
+    code to run. If the adapter was trained with another vocabulary size than the checkpoint's, the model is resized to
+    it (:attr:`tokens`).
     """
 
     name = "default"
@@ -68,7 +68,8 @@ class AdaptedBase:
         self._every_key = stored_keys(self.whole, self.name, self.plan, True)
 
     def placed(self) -> dict[str, str]:
-        """Return the adapter file's keys of trained weights of the model itself (biases, embeddings), by owned name.
+        """Return the adapter file's keys of trained weights of the model itself (biases, embeddings), by the weights'
+        names in the model; a tied weight is listed once, under its first name.
 
         Raises:
             CheckpointError: the file lacks a tensor that its config requires, or has a tensor that matches no weight,
@@ -102,8 +103,8 @@ class AdaptedBase:
         return found
 
     def refuse_beside_factors(self) -> None:
-        """Raise :class:`ConfigError` for adapters that engines cannot apply to a base: methods other than plain LoRA,
-        and weights of the model itself, such as trained copies and resized embeddings.
+        """Raise :class:`ConfigError` for an adapter that inference engines cannot serve: any method other than plain
+        LoRA, or an adapter that contains weights of the model itself, such as trained copies and resized embeddings.
         """
         method = getattr(self.config.peft_type, "value", self.config.peft_type)
         dora = bool(getattr(self.config, "use_dora", False))
@@ -157,7 +158,9 @@ class AdaptedBase:
 
 
 def _refuse_source(base: Path) -> None:
-    """Raise :class:`CheckpointError` for a base that is only weights, without its config or Hugging Face's names."""
+    """Raise :class:`CheckpointError` if the directory ``base`` has another library's weights and no ``config.json``:
+    only a Hugging Face directory can be the base of an adapter.
+    """
     source = find_source(base)
     if source is not None and not (base / "config.json").exists():
         raise CheckpointError(
@@ -167,8 +170,8 @@ def _refuse_source(base: Path) -> None:
 
 
 def _other_tokens(model: Any, trained: Mapping[str, TensorOnDisk]) -> int | None:
-    """Return the adapter's number of tokens if it differs from the number of ``model``; ``None`` if both are equal, or
-    if the adapter contains no embedding.
+    """Return the number of rows of the embedding in an adapter's file if it differs from the number of rows of the
+    embedding of ``model``. Return ``None`` if both are equal, or if the adapter contains no embedding.
     """
     embedding = input_embedding(model)
     if embedding is None:

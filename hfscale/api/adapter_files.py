@@ -56,7 +56,7 @@ _OF_TOKENIZERS = (
 
 
 class _Merged:
-    """Hold the base's tensors, dequantized, and merge the weights that the adapter changes."""
+    """Hold the dequantized tensors of a checkpoint, ``base``, and merge ``adapter`` into the weights it changes."""
 
     def __init__(self, base: Path, adapter: Path, trusted: bool) -> None:
         self.adapted = adapted = AdaptedBase(base, adapter, trusted)
@@ -90,8 +90,8 @@ class _Merged:
         self._refuse_rows(base)
 
     def _refuse_rows(self, base: Path) -> None:
-        """Raise :class:`CheckpointError` if the adapter has another number of tokens than the base, but omits a weight
-        with one row per token.
+        """Raise :class:`CheckpointError` if the adapter was trained with another vocabulary size than the checkpoint's,
+        but does not contain all weights that have one row per token.
         """
         for key, shape in self.resized().items():
             if not self.changed(key) and not self._is_buffer(key):
@@ -102,7 +102,9 @@ class _Merged:
                 )
 
     def resized(self) -> dict[str, tuple[int, ...]]:
-        """Return the new shapes, by key, of the base's tensors whose number of tokens differs from the adapter's."""
+        """Return the new shapes, by key, of the checkpoint's tensors that must be resized, because the adapter was
+        trained with another vocabulary size.
+        """
         if self.adapted.tokens is None:
             return {}
         contents = self.adapted.model.state_dict()
@@ -197,9 +199,12 @@ def merge_adapter(
     as_stored: bool = False,
     check: Callable[[Path], None] | None = None,
 ) -> int:
-    """Write ``base`` with the adapter merged to ``out``, and return the number of changed tensors. With ``as_stored``,
-    quantized weights are quantized again in the form of the checkpoint. ``check`` is called with a temporary directory
-    of the result before that directory is renamed to ``out``; if ``check`` raises, nothing is written.
+    """Merge an adapter into the checkpoint ``base``, write the result to ``out``, and return the number of changed
+    tensors.
+
+    With ``as_stored``, quantized weights are quantized again in the checkpoint's quantization format. ``check`` is
+    called with a temporary directory that contains the result, before the directory is renamed to ``out``; if ``check``
+    raises, nothing is written.
     """
     finish_move(base)
     merged = _Merged(base, adapter, trust_remote_code)
@@ -380,8 +385,8 @@ def _pieces(
     parameter: str,
     like: Tensor,
 ) -> dict[str, tuple[int, Tensor]]:
-    """Return, for each of the checkpoint's modules that together form the stacked ``like [experts, out, in]``: the
-    module's expert, and the module's rows in this expert.
+    """Return, for each projection that the checkpoint stores of the stacked experts ``like [experts, out, in]``: the
+    index of its expert, and the indices of its rows along ``out``. The projections are listed by their module names.
     """
     rows = torch.arange(like.shape[0] * like.shape[1]).view(*like.shape[:2], 1).expand(like.shape)
     pieces: dict[str, tuple[int, Tensor]] = {}
@@ -406,8 +411,8 @@ def _pieces(
 def _per_expert(
     a: Tensor, b: Tensor, experts: int, pieces: dict[str, tuple[int, Tensor]]
 ) -> dict[str, Tensor]:
-    """Return the factors of each expert's modules, split from the stacked factors ``a`` and ``b``, by the keys of an
-    adapter's file.
+    """Split the factors ``a`` and ``b`` of stacked experts into the factors of each expert's projections. Return these
+    by their keys in an adapter's file; ``pieces`` maps a projection to its expert and its rows.
     """
     by_expert = b.view(len(b), -1, experts)
     factors = dict[str, Tensor]()

@@ -53,7 +53,9 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def check_layout(parallel: ParallelConfig | None, kwargs: Mapping[str, Any]) -> ParallelConfig:
-    """Return the requested layout, one process by default; raise for arguments that distribute a model otherwise."""
+    """Return the requested layout, by default a layout of one process. Raise :class:`ConfigError` for arguments that
+    would distribute the model in another way, and for ``state_dict`` and ``output_loading_info``.
+    """
     if parallel is not None and not isinstance(parallel, ParallelConfig):
         raise errors.ConfigError(
             f"parallel must be a hfscale.ParallelConfig, got {parallel!r}: pass hfscale.ParallelConfig(tp_size=...)"
@@ -113,8 +115,8 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
 
 
 def _read_config(path: str, source: Any, taken: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the config of ``source``, and those of the arguments ``taken`` that the config did not use; ``path`` is
-    the place of the weights, which may differ from ``source``.
+    """Return the config that ``from_pretrained`` reads from ``source``, and the arguments ``taken`` without those that
+    the config used. ``path`` is where the weights are, which may differ from ``source``.
     """
     file = os.path.join(path, taken.get(FILE) or "config.json")
     try:
@@ -146,7 +148,9 @@ def refuse_weights_alone(directory: Path) -> None:
 
 
 def refuse_endless(told: Mapping[str, Any], path: Any) -> None:
-    """Raise :class:`ConfigError` for a config, as read from its file, with impossibly many layers or experts."""
+    """Raise :class:`ConfigError` if a config's fields ``told``, as read from the file at ``path``, give an impossibly
+    large number of layers or experts.
+    """
     for name, value in told.items():
         if isinstance(value, Mapping):
             refuse_endless(value, path)

@@ -1,6 +1,7 @@
-"""List the features and axes of a layout, with their plan functions and parts; assemble and take apart a model.
+"""List the features and axes of a layout: the functions that plan them, and the runtime objects that install them into
+a model. Install all of them, or remove them again.
 
-This is the only file of ``hfscale.api`` that lists them.
+This is the only file of ``hfscale.api`` that lists the features and axes.
 """
 
 from collections.abc import Callable, Iterator
@@ -58,15 +59,17 @@ PLAN_PARTS: tuple[Callable[[Draft], None], ...] = (
     plan_precision,
     plan_float8,
 )
-"""Plan one feature each, in order: each finds in the draft what those before it have decided.
+"""Functions that plan one feature each, in order: each reads what the functions before it have decided from the plan
+under construction (:class:`Draft`).
 
-It adds cuts, partial gradients, modules and stages, and every problem that it finds, with the values that would do,
-since all problems are reported at once. Where the layout does not ask for the feature it adds nothing.
+A function adds shardings of tensors, partial gradients, modules and stages to the plan. It also adds every problem that
+it finds, with the valid values, since all problems are reported at once. If the layout does not use the feature, the
+function adds nothing.
 """
 
 
 def plan_parts() -> tuple[Callable[[Draft], None], ...]:
-    """Return the planning functions of this package, followed by the planning functions of extensions."""
+    """Return the functions that plan one feature each: those of this package, followed by those of extensions."""
     return (*PLAN_PARTS, *all_provided("plan_parts"))
 
 
@@ -107,15 +110,19 @@ PARTS: dict[str, Callable[[Planned], bool]] = {
     "hfscale.features.precision.part:Autocast": computes_in_16_bits,
     "hfscale.parallel.pipeline.part:PipelineStages": has_stages,
 }
-"""Module and class of each feature's part -> the function that returns whether a planned model needs the part; only
-then is its module imported. The order is the order of installation: parts that change modules (from the inside out),
-that hook the model, that wrap it and hold its weights, and that run it. Parts of extensions, and the parts that guard
-the model, are installed after these.
+"""Map of a feature's class (``module:class``), whose object installs the feature into a model, to a function that
+returns whether a planned model needs the feature. The module is imported only if it does.
+
+The order is the order of installation: features that change modules (from the inside out), that hook the model, that
+wrap it and hold its weights, and that run it. Features of extensions, and the guards of the model, are installed after
+these.
 """
 
 
 def parts_of(runtime: Runtime, adapters: Part | None) -> tuple[Part, ...]:
-    """Return the parts that a planned model needs, in order; ``adapters``: the adapters' part if it exists already."""
+    """Return the runtime objects of the features that a planned model needs, in the order of their installation.
+    ``adapters`` is the object for adapters, if the model has one already.
+    """
     needed = [place for place, is_asked in PARTS.items() if is_asked(runtime)]
     parts = [adapters if place == _ADAPTERS else imported(place)() for place in needed]
     added = [kind() for kind in all_provided("parts")]
@@ -137,8 +144,8 @@ def assemble(
     weights: LocalWeights | None,
     adapters: Part | None = None,
 ) -> Runtime:
-    """Install every part into a model with this rank's sizes; ``weights`` are its shards, or ``None`` if the model
-    already has them.
+    """Install all features that the plan needs into a model that has this rank's sizes, and return the model's runtime.
+    ``weights`` are the rank's shards, or ``None`` if they are in the model already.
     """
     look_again = watch(model)
     runtime = Runtime(model, plan, mesh, options, parts=())
@@ -154,9 +161,9 @@ def assemble(
 def compile_layers(runtime: Runtime, asked: bool | str) -> None:
     """Compile each layer of this rank separately, according to :attr:`Options.compile`, or undo the compilation.
 
-    In a mixture-of-experts layer, only the modules outside of the mixture are compiled. ``"auto"`` compiles where
+    In a mixture-of-experts layer, only the modules that contain no experts are compiled. ``"auto"`` compiles where
     torch's compiler makes Triton kernels for the rank's device. With fused adapters, and under
-    ``recompute="elementwise"``, compiled layers save little more than the results of products and attention.
+    ``recompute="elementwise"``, compiled layers save little more than the results of matrix products and attention.
     """
     backend = asked
     if asked is True or (asked == "auto" and is_fused(runtime.mesh.device)):
@@ -173,8 +180,8 @@ def compile_layers(runtime: Runtime, asked: bool | str) -> None:
 
 
 def _backend(runtime: Runtime, name: str | bool) -> Any:
-    """Return the compiler backend ``name``, which also recomputes elementwise operators if the plan requests it or
-    adapters are fused.
+    """Return the torch.compile backend ``name``. If the plan recomputes elementwise operators, or adapters are fused,
+    return a backend that also recomputes elementwise operators in the backward pass.
     """
     from .._compat.torch_compiler import repeating_backend
     from ..features.adapters.fused_lora import FusedAdapters
@@ -184,8 +191,8 @@ def _backend(runtime: Runtime, name: str | bool) -> Any:
 
 
 def _modules_to_compile(runtime: Runtime) -> Iterator[nn.Module]:
-    """Yield this rank's dense layers, and the modules of mixture-of-experts layers that contain no mixture: a mixture
-    has so many graphs that compiling would take minutes.
+    """Yield the modules of this rank to compile: each dense layer, and in each mixture-of-experts layer the children
+    without experts. Experts with their router have so many graphs that compiling them would take minutes.
     """
     mixtures = [f"{planned.name}." for planned in runtime.plan.mixtures]
     routed = {planned.layer for planned in runtime.plan.mixtures}
@@ -200,7 +207,9 @@ def _modules_to_compile(runtime: Runtime) -> Iterator[nn.Module]:
 
 
 def take_apart(runtime: Runtime) -> LocalWeights:
-    """Undo :func:`assemble`: leave the model on the meta device, and return this rank's shards without copying them."""
+    """Remove from a model what :func:`assemble` installed: leave the model on the meta device, and return this rank's
+    shards without copying them.
+    """
     compile_layers(runtime, False)
     held = {planned.name: parameter for planned, parameter in runtime.parameters()}
     shares = LocalWeights(

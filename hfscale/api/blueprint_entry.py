@@ -1,4 +1,6 @@
-"""Write a blueprint as Python, as an entry of the table in ``hfscale/models``."""
+"""Write a blueprint as Python: how tensor parallelism shards the modules of a model family, as one entry of the table
+``hfscale.models.FAMILIES``.
+"""
 
 from dataclasses import asdict
 from typing import Any
@@ -18,7 +20,9 @@ _WIDTH = 100
 
 
 def as_python(family: str, blueprint: Blueprint) -> str:
-    """Return a family's table entry as Python, without fields that have their defaults."""
+    """Return the Python code of a blueprint (how tensor parallelism shards the modules of a model ``family``), as an
+    entry of the table ``hfscale.models.FAMILIES``. Fields that have their default values are left out.
+    """
     blocks = "".join(
         f"            {path!r}: {_block(block)},\n" for path, block in blueprint.blocks.items()
     )
@@ -32,7 +36,10 @@ def as_python(family: str, blueprint: Blueprint) -> str:
 
 
 def describe_blueprint(model: Any, inferred: bool = False) -> str:
-    """Describe a model's blueprint: its source, its proof if it was ``inferred``, and its table entry."""
+    """Return lines of text about a model's blueprint, which says how tensor parallelism shards its modules: where the
+    blueprint comes from, the blueprint as Python code, and, if it was ``inferred`` from the model, the errors of two
+    tensor ranks compared with one process.
+    """
     family, blueprint, inference = _family_and_blueprint(model, inferred)
     lines = [f"blueprint of {family}: {blueprint.source}"]
     if inference is not None:
@@ -49,7 +56,10 @@ def describe_blueprint(model: Any, inferred: bool = False) -> str:
 
 
 def blueprint_entry(model: Any, inferred: bool = False) -> dict[str, Any]:
-    """Return a model's blueprint as data without its functions, and with its ``proof`` if it was inferred."""
+    """Return a model's blueprint, which says how tensor parallelism shards its modules, as plain data without
+    functions. If it was inferred from the model, include its ``proof``: the errors of two tensor ranks compared with
+    one process.
+    """
     family, blueprint, inference = _family_and_blueprint(model, inferred)
     written = {
         name: value
@@ -61,7 +71,9 @@ def blueprint_entry(model: Any, inferred: bool = False) -> dict[str, Any]:
 
 
 def _family_and_blueprint(model: Any, inferred: bool) -> tuple[str, Blueprint, Inference | None]:
-    """Return a model's family, its blueprint, and, if the blueprint was inferred, its `Inference` (with the proof)."""
+    """Return a model's family, its blueprint (how tensor parallelism shards its modules), and the :class:`Inference`
+    with its proof if the blueprint was inferred from the model, otherwise ``None``.
+    """
     blueprint = infer(model).blueprint if inferred else find_blueprint(model)
     return (
         model.config.model_type,

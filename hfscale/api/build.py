@@ -44,7 +44,9 @@ def build(
     adapter: Adapter | None = None,
     seed: int = 0,
 ) -> Any:
-    """Build the model: plan, form the mesh, load this rank's shards, attach adapters, install parts."""
+    """Build the model: plan, form the mesh, load this rank's shards, attach adapters, install the features of the
+    layout.
+    """
     options.check_fits(layout)
     plan = source.plan(layout, options)
     check_trainable(plan, adapter is not None)

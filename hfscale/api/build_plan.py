@@ -25,8 +25,8 @@ def build_plan(
     ranks: Ranks | None = None,
     options: Options = NO_OPTIONS,
 ) -> Plan:
-    """Plan a full, unpatched stock Hugging Face model on any device (the meta device is enough). ``ranks`` are the
-    ranks of the pipeline stages, if the schedule comes from a file. Raise :class:`PlanError` with all problems of the
+    """Plan a full, unpatched stock Hugging Face model on any device (the meta device is enough). ``ranks`` assigns
+    pipeline stages to ranks, if the schedule comes from a file. Raise :class:`PlanError` with all problems of the
     layout and the valid values.
     """
     draft = Draft(model, layout, ranks, options)
@@ -56,8 +56,8 @@ def build_plan(
 
 
 def _finished(draft: Draft) -> Plan:
-    """Return the finished plan. Its family, parameters and source are computed here; every other field is copied from
-    the field of `draft` with the same name.
+    """Return the finished plan. Its family, parameters and source are computed in this function; every other field is
+    copied from the field of the same name of ``draft``, the plan under construction.
     """
     decided = {
         field.name: getattr(draft, field.name)
@@ -112,7 +112,9 @@ def _parameters(draft: Draft) -> tuple[ParameterPlan, ...]:
 
 
 def _rules_of_tensors(draft: Draft) -> dict[int, tuple[Cut | None, tuple[str, ...]]]:
-    """Map each tensor's ``id`` to its rule; note a problem if modules that share it have different rules."""
+    """Map each tensor's ``id`` to the rule by which it is sharded. Add a problem to the draft of the plan if a tensor
+    has several names with different rules.
+    """
     # One module may have two names.
     by_place = {draft.place(name): rule for name, rule in draft.rules.items()}
     chosen: dict[int, tuple[str, tuple[Cut | None, tuple[str, ...]] | None]] = {}

@@ -1,4 +1,6 @@
-"""Find a model's blueprint: in hfscale's table, in transformers' TP plan, or derived from the model, in that order."""
+"""Find a model's blueprint, which says how tensor parallelism shards its modules. The first of these is taken: an entry
+of hfscale's table, transformers' TP plan, a blueprint derived from the model itself.
+"""
 
 import json
 import logging
@@ -43,7 +45,10 @@ _Roles = dict[str, dict[str, Any]]
 
 
 def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
-    """Find the blueprint of a model on any device (even meta); if no entry exists, derive one in a second or two."""
+    """Find the blueprint of a model, which says how tensor parallelism shards its modules. The model may be on any
+    device, even meta. If neither hfscale's table nor transformers has a plan for the model, derive one in a second or
+    two.
+    """
     config = model.config
     if config.model_type in FAMILIES:
         written = FAMILIES[config.model_type]
@@ -76,9 +81,9 @@ def find_blueprint(model: Any, may_infer: bool = True) -> Blueprint:
 
 
 def _that_holds(model: Any, written: Blueprint) -> Blueprint:
-    """Return the ``written`` blueprint of hfscale's table, which describes the stock code at the time when the entry
-    was proved. If the code has changed since then, and two ranks of a clone now compute another result than one
-    process, infer a new blueprint.
+    """Return the blueprint ``written`` of hfscale's table (how tensor parallelism shards the model's modules) if it
+    still fits. If the stock code has changed since the blueprint was proved, compare two tensor ranks of a tiny copy of
+    the model with one process. If their results differ, infer a new blueprint.
     """
     family = model.config.model_type
     if is_proved_source(family, type(model)):
@@ -100,8 +105,8 @@ def _that_holds(model: Any, written: Blueprint) -> Blueprint:
 
 
 def infer(model: Any) -> Inference:
-    """Derive a blueprint from the model, and prove it on a tiny clone; raise :class:`PlanError` if no blueprint passes
-    the proof.
+    """Derive from the model how tensor parallelism shards its modules (a blueprint), and prove it: two tensor ranks of
+    a tiny copy of the model must compute the same as one process. Raise :class:`PlanError` if no blueprint passes.
     """
     facts = ask("blueprint", model)
     if "refused" in facts:
@@ -110,9 +115,10 @@ def infer(model: Any) -> Inference:
 
 
 def _completed(model: Any, translated: Blueprint) -> Blueprint:
-    """Add modules that transformers' TP plan omits (query and key norms) to the ``translated`` blueprint. Return the
-    result if it is proved on a tiny clone of the model. Otherwise return an inferred blueprint, or ``translated`` if
-    none can be inferred.
+    """Complete a blueprint (how tensor parallelism shards a model's modules) that was ``translated`` from transformers'
+    TP plan, which omits some modules (query and key norms). Return the result if two tensor ranks of a tiny copy of the
+    model compute the same as one process. Otherwise return an inferred blueprint, or ``translated`` if none can be
+    inferred.
     """
     sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
     draft = Draft(model, ParallelConfig(**{**sizes, "tp_size": 2}, sequence_parallel=False))
@@ -135,8 +141,8 @@ def _completed(model: Any, translated: Blueprint) -> Blueprint:
 
 
 def _with_roles(draft: Draft, block: str, role: Block) -> Block:
-    """Add roles for a block's modules that have none yet: norms as wide as a sharded projection are computed across
-    ranks, and all other modules are replicated.
+    """Return the sharding rules ``role`` of an attention or MLP block, completed for modules of the block without a
+    rule: norms as wide as a sharded projection are computed across ranks, and all other modules are replicated.
     """
     inside = (
         name.removeprefix(f"{block}.") for name in draft.roleless if name.startswith(f"{block}.")
@@ -159,15 +165,15 @@ def _with_roles(draft: Draft, block: str, role: Block) -> Block:
 
 
 def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
-    """Translate ``{"layers.*.self_attn.q_proj": "colwise", ...}`` to a blueprint. Raise :class:`PlanError` if a rule is
-    outside the layer list, or has a style that hfscale does not translate.
+    """Translate transformers' TP plan, ``{"layers.*.self_attn.q_proj": "colwise", ...}``, to a blueprint (how hfscale
+    shards the modules). Raise :class:`PlanError` if a rule is outside the layer list, or has a style that hfscale does
+    not translate.
 
-    Transformers names a style for each module, for DTensor, but hfscale needs blocks, with collectives at their
-    inputs and outputs. The rules of one parent module make one block. A mixture-of-experts module is
-    one block together with its experts, shared experts and router, because their outputs are summed before they leave
-    the module. If transformers gathers values in the middle
-    of a block (for a norm over the full width of a sharded projection), the block is replicated: each rank computes the
-    right result, but the work is not divided.
+    transformers names a DTensor style for each module. hfscale instead needs blocks (attention, MLP), with collectives
+    at their inputs and outputs. So the rules of one parent module make one block. A mixture-of-experts module is one
+    block together with its experts, shared experts and router, because their outputs are summed before they leave the
+    module. If transformers gathers values in the middle of a block (for a norm over the full width of a sharded
+    projection), the block is replicated: each rank computes the right result, but the work is not divided.
     """
     rules, unknown = _rules_of_layers(host_plan)
     experts = tuple(path for _, path, style in rules if style == "moe_tp_experts")
@@ -207,7 +213,9 @@ def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
 
 
 def _rules_of_layers(host_plan: dict[str, str]) -> tuple[list[_Rule], list[str]]:
-    """Return the rules of modules in layers, and descriptions of all other rules."""
+    """Split transformers' TP plan: return its rules for modules in layers, and descriptions of its other rules. A rule
+    for the embedding is ignored.
+    """
     rules = []
     unknown = []
     for pattern, style in host_plan.items():
@@ -224,8 +232,8 @@ def _rules_of_layers(host_plan: dict[str, str]) -> tuple[list[_Rule], list[str]]
 def _roles(
     rules: Sequence[_Rule], experts: tuple[str, ...]
 ) -> tuple[dict[str, _Roles], tuple[str, ...], list[_Rule]]:
-    """Return the modules' roles by block, the blocks in which modules without a role are replicated, and the rules with
-    unknown styles.
+    """Sort the rules of a TP plan by block (attention, MLP). Return how each block's modules are sharded, the blocks
+    whose remaining modules are replicated, and the rules whose styles are unknown.
     """
     mixtures = tuple(path.rpartition(".")[0] for path in experts)
     inside_experts = tuple(f"{path}." for path in experts)
@@ -256,7 +264,10 @@ def _roles(
 
 
 def _block(role: _Roles, own_heads: bool, mixture: bool, optional: bool) -> Block:
-    """Return one block of a layer; ``optional`` if dense and mixture-of-experts layers share the entry."""
+    """Return a blueprint's :class:`Block` from the modules in ``role``, sorted by how they are sharded (column, row,
+    ...). ``optional``: some layers lack some of the modules, because dense and mixture-of-experts layers share this
+    block.
+    """
     column = list(role["column"])
     row = list(role["row"])
     for name in ("shared_expert", "shared_experts", "shared_mlp") if role["cut"] else ():

@@ -1,4 +1,6 @@
-"""Give PEFT's model around a sharded model working versions of its methods, which must be called on every rank."""
+"""Replace methods of the PEFT model that wraps a sharded model by versions that work on shards. Each must be called on
+every rank.
+"""
 
 import os
 from collections.abc import Callable

@@ -13,8 +13,8 @@ def reads_tokens(model: nn.Module) -> bool:
 
 
 def answer_to(model: Any, ids: Tensor) -> Tensor:
-    """Return the logits of tokens ``ids``, or the first output of a model without logits; decoders read ``ids``,
-    too.
+    """Return the model's logits for the tokens ``ids``, or its first output if it has no logits. In an encoder-decoder
+    model, the encoder and the decoder both get ``ids``.
     """
     given = {"input_ids": ids}
     if model.config.is_encoder_decoder and takes_argument(model, "decoder_input_ids"):

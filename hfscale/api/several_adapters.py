@@ -1,4 +1,4 @@
-"""Add, load and delete further adapters of a sharded model; every rank must make each call."""
+"""Add, load and delete adapters of a sharded model that has an adapter already; every rank must make each call."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +24,9 @@ Change = Callable[[LocalWeights], tuple[Adapters, Plan]]
 
 
 def replaced_by(runtime: Runtime, by: str) -> Replaced:
-    """Return an object that references the model's parameters while ``by``, an hfscale function, replaces them."""
+    """Return an object with weak references to the model's parameters, for the time in which the hfscale function
+    ``by`` replaces these parameters.
+    """
     return Replaced([(planned.name, parameter) for planned, parameter in runtime.parameters()], by)
 
 

@@ -1,7 +1,7 @@
-"""Define the sources of a model: a checkpoint, a seed, or memory.
+"""Define where a model's weights come from: a checkpoint, a seed for random weights, or a model in memory.
 
-A source first provides the full model on the meta device, for the plan. After the mesh is formed, the source provides
-the model with local sizes and this rank's shards.
+Each of these sources first provides the full model on the meta device, for the plan. After the mesh is formed, it
+provides the model with this rank's local shapes, and this rank's shards.
 """
 
 import copy
@@ -56,7 +56,7 @@ _WRONG_CONFIG = (
 
 @dataclass
 class Outline:
-    """Build a config's model on the meta device, once."""
+    """Describe a stock model by its config and class, and build it on the meta device when it is first needed."""
 
     config: PreTrainedConfig  # of the stock model
     auto_class: Any  # the Auto class, or model class, that builds it
@@ -85,8 +85,8 @@ class Outline:
         return model
 
     def resized(self, tokens: int | None) -> tuple["Outline", frozenset[str]]:
-        """Return an outline whose vocabulary has ``tokens`` tokens, and the names of its parameters with a row per
-        token; for ``None``, return this outline and no names.
+        """Return a description of the same model with a vocabulary of ``tokens`` tokens, and the names of the
+        parameters with one row per token. For ``None``, return this description and no names.
         """
         if tokens is None:
             return self, frozenset()
@@ -145,7 +145,7 @@ class FromSeed:
         return model, LocalWeights(tensors)
 
     def template(self, model: Any) -> Any:
-        """Return a copy of the full stock model on the meta device."""
+        """Return a copy of the full stock model on the meta device. Only :class:`FromCheckpoint` uses ``model``."""
         return copy.deepcopy(self.outline.model)
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
@@ -233,12 +233,12 @@ class InMemory:
         return model, None
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """Return the parameters that will be sharded; tied parameters are listed under each of their names."""
+        """Return the model's parameters before they are sharded, with a tied parameter under each of its names."""
         return self.model.named_parameters(remove_duplicate=False)
 
 
 class Adapted(InMemory):
-    """Hold a model of one process with adapters from PEFT's own functions; the plan gets the adapters later."""
+    """Hold a model in one process to which PEFT's own functions have added adapters. Plan it without them."""
 
     def plan(self, layout: ParallelConfig, options: Options) -> Plan:
         """Plan the model without its adapters."""
@@ -249,7 +249,9 @@ Source = FromSeed | InMemory
 
 
 def _refuse_different(model: nn.Module, mesh: Mesh) -> None:
-    """Raise :class:`ConfigError` if the first values of a parameter differ between ranks; collective."""
+    """Raise :class:`ConfigError` if ranks have different values of a parameter, judged by the sum of its first 64
+    values; collective.
+    """
     named = model.named_parameters() if mesh.control is not None else ()
     sums = {
         name: str(float(parameter.detach().reshape(-1)[:_SAMPLE].double().sum()))
@@ -284,7 +286,9 @@ def _refuse_hooks(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _give_up_memory(modules: Iterable[nn.Module], kept: nn.Module) -> None:
-    """Free the tensors of modules that are not in ``kept``; placeholders still read attributes of these modules."""
+    """Free the tensors of all ``modules`` that are not inside ``kept``. The modules themselves stay, because
+    placeholders of layers on other pipeline stages still read their attributes.
+    """
     staying = set(kept.modules())
     for module in modules:
         if module in staying:
@@ -303,9 +307,9 @@ def _give_up_memory(modules: Iterable[nn.Module], kept: nn.Module) -> None:
 def resize_vocabulary(
     build: Callable[[PreTrainedConfig], Any], config: PreTrainedConfig, tokens: int
 ) -> tuple[PreTrainedConfig, frozenset[str]]:
-    """Return the config of a model with ``tokens`` tokens, and the names of parameters with a row for each token. The
-    names are found by transformers' resizing of a model that ``build`` creates from a config on the meta device. Raise
-    :class:`ConfigError` if the vocabulary size changes more than the numbers of rows of parameters.
+    """Return the config of a model resized to ``tokens`` tokens, and the names of the parameters with one row per
+    token. These are found by transformers' own resizing of a meta model that ``build`` creates from a config. Raise
+    :class:`ConfigError` if resizing changes anything but the number of rows of these parameters.
     """
     before = build(copy.deepcopy(config))
     shapes = _shapes(before)

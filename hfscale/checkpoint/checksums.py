@@ -93,7 +93,9 @@ def checksum(
     spans: Sequence[Sequence[tuple[int, int]]],
     shape: Sequence[int],
 ) -> int:
-    """Return a slice's term in the checksum of a tensor of ``shape``; ``spans`` are the slice's positions per dim."""
+    """Return the checksum of a slice of a tensor of ``shape``. The checksums of a tensor's slices add up to the
+    tensor's own. ``spans`` are the slice's index ranges ``(start, stop)`` in the tensor, per dim.
+    """
     places = [_places(dim, part.device) for dim in spans]
     rows = max(1, _BLOCK // max(1, prod(part.shape[1:])))
     total = 0
@@ -113,8 +115,9 @@ def _places(spans: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
 
 
 def _held(runtime: Runtime) -> dict[str, tuple[torch.dtype, Any, Sums]]:
-    """Return, for each expert parameter on this rank: the dtype, the coordinates of this rank's replica, and a checksum
-    of this rank's shard of each expert, by the expert's index in token dispatch.
+    """Return, for each parameter of experts on this rank: its dtype; this rank's coordinates on the axes that do not
+    shard it, which tell replicas from one another; and a checksum of this rank's shard of each expert, by the expert's
+    index.
     """
     result: dict[str, tuple[torch.dtype, Any, Sums]] = {}
     group = runtime.mesh.group("ep")

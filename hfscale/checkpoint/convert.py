@@ -52,8 +52,8 @@ def convert_state(
     """Write the weights of a state as a Hugging Face directory, or an adapter as PEFT's; return the state's index.
 
     The written bytes equal the bytes that :func:`hfscale.save_pretrained` would have written. ``source`` is the
-    directory of one state, or of several states; ``as_stored`` quantizes weights again in the form of the checkpoint
-    that the model was loaded from.
+    directory of one state, or of several states. ``as_stored`` quantizes weights again in the quantization format of
+    the checkpoint that the model was loaded from.
     """
     alone = Mesh(ParallelConfig(), torch.device("cpu"), dict.fromkeys(AXES, 0))
     with all_or_none(alone, f"{source} could not be read"):
@@ -96,8 +96,8 @@ def _write_adapters(directory: Path, reader: StateReader, target: Path) -> None:
 
 
 def _tell_of_others(directory: Path, index: StateIndex) -> None:
-    """Warn of adapters' tensors that the state's index assigns to no file, so that they are not written: older versions
-    listed only the active adapter.
+    """Warn if a state has adapters that are not converted, because its index does not tell which files their tensors
+    belong in. Older versions of hfscale listed only the active adapter in the index.
     """
     listed = set(index.stored.values())
     others = [

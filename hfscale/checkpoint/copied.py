@@ -1,6 +1,7 @@
-"""Copy checkpoint contents that the stock class does not load: tensors of draft layers, a tokenizer's files.
+"""Copy contents of a checkpoint that the stock class does not load: tensors of layers that draft tokens for speculative
+decoding, and a tokenizer's files.
 
-transformers ignores such tensors, so a plain save would lose them, and speculative decoding would stop working. These
+transformers ignores these tensors, so a plain save would lose them, and speculative decoding would stop working. These
 tensors do not train: a save copies each of them unchanged from the checkpoint that the model was loaded from.
 """
 
@@ -31,8 +32,9 @@ _MOST_NAMED = 3
 
 
 def carried_tensors(model: nn.Module, as_stored: bool = False) -> dict[str, TensorOnDisk]:
-    """Return the tensors to copy, by stored name, and log their names; with ``as_stored``, quantized tensors stay
-    quantized and come with their scales.
+    """Return the tensors of a model's source checkpoint that the model's class does not load, which a save copies, by
+    their stored names. Log these names. With ``as_stored``, quantized tensors stay quantized and come with their
+    scales.
     """
     carried = carried_by(model)
     if carried is None or not carried.names:
@@ -73,7 +75,7 @@ def _source(directory: Path) -> dict[str, TensorOnDisk]:
 
 
 def copy_tensors(tensors: Mapping[str, TensorOnDisk], writer: CheckpointWriter) -> None:
-    """Write tensors one at a time."""
+    """Copy ``tensors`` from their files to the checkpoint that ``writer`` writes, one tensor at a time."""
     for name, tensor in tensors.items():
         writer.add(name, tensor[...])
 

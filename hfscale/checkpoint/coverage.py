@@ -19,9 +19,9 @@ _MOST = 0.5  # the fraction of missing values from which a warning is shown
 def check_coverage(
     plan: Plan, keys: Sequence[str], found: Collection[str], directory: str, *, tells: bool
 ) -> None:
-    """Raise :class:`CheckpointError` if none of the stored ``keys`` is a parameter of the model, and warn (if
-    ``tells``) if the checkpoint lacks most of the model's values; ``found`` are the names in the model to which
-    these keys are loaded.
+    """Check that a checkpoint has the model's weights. Raise :class:`CheckpointError` if none of its ``keys`` is a
+    parameter of the model, and warn (if ``tells``) if it lacks most of the model's values. ``found`` are the names of
+    the parameters and buffers into which the keys are loaded.
 
     transformers reports missing tensors only in its log, which scripts often switch off, and continues with random
     weights.
@@ -48,8 +48,8 @@ def check_coverage(
 
 @dataclass(frozen=True)
 class Carried:
-    """Hold a checkpoint's ``directory``, and the names (as in a dequantized checkpoint) of the tensors in it that the
-    model does not load.
+    """Hold the names of the tensors that a model does not load from its checkpoint in ``directory``, and that a save
+    copies unchanged. If the checkpoint is quantized, the names are those after dequantization.
     """
 
     directory: Path
@@ -64,5 +64,7 @@ def note_carried(model: Any, directory: Path, names: Iterable[str]) -> None:
 
 
 def carried_by(model: nn.Module) -> Carried | None:
-    """Return what :func:`note_carried` recorded on a model, or ``None``."""
+    """Return the tensors that a model did not load from its checkpoint, as :func:`note_carried` recorded them; ``None``
+    if nothing was recorded.
+    """
     return vars(model).get("_hfscale_carried")

@@ -41,7 +41,9 @@ class OptimizerSource:
 
     @property
     def names(self) -> list[list[str]] | None:
-        """Return the parameters of each group, if the state names them."""
+        """Return the names of the parameters in each group; ``None`` if the optimizer's state does not name its
+        parameters.
+        """
         groups = self.state["param_groups"]
         return [list(group["params"]) for group in groups] if self.named else None
 
@@ -178,7 +180,10 @@ def restore_optimizer(
 def _numbers(
     runtime: Runtime, groups: list[dict[str, Any]], names: list[list[str]] | None
 ) -> dict[str, Any]:
-    """Return each parameter's identifier in the state (a number or a name); empty if the sizes of the groups differ."""
+    """Map the names of parameters to their identifiers in an optimizer's state, which are numbers or names. ``groups``
+    are the state's groups, and ``names`` the parameters' names in each group. Return an empty map if the groups in both
+    have different sizes.
+    """
     owner = {each.name: each.tied_to or each.name for each in runtime.plan.parameters}
     if names is None or [len(group["params"]) for group in groups] != [len(each) for each in names]:
         return {}
@@ -190,14 +195,14 @@ def _numbers(
 
 
 def names_here(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Return this rank's parameters in each group."""
+    """Return the names of this rank's parameters in each group of an optimizer."""
     held = {id(parameter): planned.name for planned, parameter in runtime.parameters()}
     return [[held[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def names_of_groups(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
-    """Return the names of the parameters in each group over all pipeline stages, in the order of one process; ``None``
-    if this order cannot be derived from the stages. Collective.
+    """Return the names of the parameters in each group of an optimizer, over all pipeline stages, in the order that the
+    optimizer would have in one process. Return ``None`` if the stages do not determine this order. Collective.
     """
     every = runtime.mesh.all_gather_object(names_here(runtime, optimizer))
     place = {planned.name: number for number, planned in enumerate(runtime.plan.owned())}
@@ -224,7 +229,9 @@ def _refuse_blocks(path: Path, state: dict[str, Any], planned: ParameterPlan) ->
 
 
 def _flat(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state without the nested dictionaries of bitsandbytes."""
+    """Return a parameter's optimizer state with the entries of nested dictionaries, as bitsandbytes writes them, moved
+    to the top level.
+    """
     nested = [value for value in state.values() if isinstance(value, dict)]
     plain = {key: value for key, value in state.items() if not isinstance(value, dict)}
     return {

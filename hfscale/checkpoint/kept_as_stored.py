@@ -1,4 +1,6 @@
-"""Plan and find the frozen weights under adapters that stay quantized, in the bytes of their checkpoint."""
+"""Keep frozen weights under adapters quantized, in the bytes of their checkpoint: plan which weights, and find their
+stored tensors.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -22,8 +24,8 @@ _log = logging.getLogger(__name__)
 
 
 def plan_as_stored(planned: Plan, model: nn.Module, form: StoredForm) -> Plan:
-    """Return the plan with a list of the weights that are stored quantized according to ``model``'s config; loading
-    later restricts this list to the weights that the files store quantized.
+    """Return the plan with the names of all weights that stay quantized as stored, judged by the config of ``model``.
+    When the checkpoint is loaded, weights that its files do not store quantized are removed from these names.
     """
     sizes = {
         name: form.bytes_per_value(name, planned.by_name[name].shape)
@@ -49,8 +51,8 @@ def stored_sources(
     targets: Mapping[str, Destination],
     tells: bool,
 ) -> dict[str, list[Source]]:
-    """Return the stored tensors of each weight that can stay quantized; with ``tells``, warn about other stored
-    quantized weights.
+    """Return, for each weight that can stay quantized, the stored tensors that contain it. With ``tells``, warn about
+    stored quantized weights that are dequantized instead.
     """
     merged = merged_parameters(targets)
     keys = {target.name: key for key, target in targets.items() if target.converter is None}

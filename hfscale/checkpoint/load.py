@@ -142,8 +142,8 @@ class _Loader:
     def _shown_quantized(
         self, quantized: "dict[str, QuantizedOnDisk]", targets: dict[str, Destination]
     ) -> dict[str, Any]:
-        """Register this rank's weights that are stored in 4 bits, to be read when transformers reaches them; return an
-        empty placeholder for each weight, by key.
+        """Register this rank's weights that are stored in 4 bits, so that they are read when transformers asks for
+        them. Return an empty tensor in place of each of these weights, by key.
         """
         if self.quantizing is None:
             return {}
@@ -194,8 +194,8 @@ class _Loader:
     def _keep_stored(
         self, model: Any, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]
     ) -> None:
-        """If the plan requests it, keep weights of the full ``model`` quantized as they are stored, and restrict the
-        plan's list of quantized weights to these weights.
+        """Keep the full ``model``'s weights quantized as they are stored, if the plan requests it. From the plan's list
+        of quantized weights, remove those that the files do not store quantized.
         """
         quantized = self.plan.quantized
         if quantized is None or not quantized.as_stored:
@@ -299,8 +299,8 @@ class _Loader:
         }
 
     def name_here(self, name: str) -> str | None:
-        """Return a parameter's name on this rank, ``None`` if it is on another stage; return unplanned names
-        unchanged.
+        """Return the name under which this rank's model holds a parameter, or ``None`` if the parameter is on another
+        pipeline stage. Return names that are not in the plan unchanged.
         """
         if name in self.meta or name not in self.plan.by_name:
             return name
@@ -326,7 +326,9 @@ class _Loader:
                 overwrite.apply(shares.tensors[planned.name], planned, self.mesh.ranks)
 
     def shares(self, model: Any) -> LocalWeights:
-        """Return the loaded weights as this rank's final shards, and restore the meta parameters in the model."""
+        """Return the loaded weights as this rank's final shards, and put the model's meta parameters back in place of
+        them.
+        """
         loaded = dict(model.named_parameters(remove_duplicate=False))
         shares = LocalWeights(plan=self.plan)
         if self.quantizing is not None:
@@ -365,14 +367,17 @@ def load_pretrained(
     resized: Collection[str] = (),
     form: StoredForm | None = None,
 ) -> tuple[Any, LocalWeights, set[str]]:
-    """Run transformers' ``from_pretrained``; return the model with tensor-local parameters on the meta device and real
-    buffers, this rank's final shards by name, and the owned names of parameters that the checkpoint lacks, whose shards
-    are not initialized.
+    """Run transformers' ``from_pretrained`` such that each rank reads only its shards.
 
     Args:
         like: a model of the same class and config, in any layout.
         resized: parameters that may have another number of rows in the checkpoint.
         form: the quantization format of weights in the checkpoint that are dequantized when they are loaded.
+
+    Returns:
+        the model, whose parameters are on the meta device with the shapes of their tensor-parallel shards, and whose
+        buffers are real; this rank's final shards by name; and the names of the parameters that the checkpoint lacks,
+        whose shards are not initialized (a tied parameter under its first name).
     """
     directory = Path(path, kwargs.get("subfolder") or "")
     for index in (*directory.glob("*.safetensors.index*.json"), directory / TORCH_INDEX):

@@ -25,7 +25,9 @@ from ..plan.cut import Spans, share_spans
 
 
 def merged_parameters(found: Mapping[str, Destination]) -> dict[str, list[tuple[str, Merge]]]:
-    """Map each parameter that is merged from stored tensors to their keys, in the order of the merge."""
+    """Map each parameter that transformers merges from several stored tensors to ``(key, merge)`` of each of these
+    tensors, in the order of the merge.
+    """
     keys: dict[str, list[tuple[str, Destination]]] = {}
     for key, destination in found.items():
         keys.setdefault(destination.name, []).append((key, destination))
@@ -49,7 +51,9 @@ def parts_of_share(
     stored: Mapping[str, TensorOnDisk],
     ranks: dict[str, int],
 ) -> dict[str, Any]:
-    """Return slices of ``sources`` for transformers to merge into this rank's shard of a parameter."""
+    """Return the slices of the stored tensors ``sources`` that transformers has to merge to get this rank's shard of a
+    parameter, by key.
+    """
     boxes = boxes_of_sources(planned, sources, stored)
     spans = share_spans(planned.shape, planned.cuts, ranks)
     stack = sources[0][1].stack
@@ -109,7 +113,7 @@ def _cover_all(boxes: Collection[Spans], shape: tuple[int, ...]) -> bool:
 
 
 def _intersection(spans: Spans, low: int, high: int) -> Spans:
-    """Return the intersection of ``spans`` with ``low`` to ``high``, relative to ``low``."""
+    """Return the index ranges ``spans`` of one dim, cut off at ``low`` and ``high``, and counted from ``low``."""
     kept = [
         (
             max(start, low) - low,

@@ -31,13 +31,17 @@ _SEED = 0  # seed of random values that initialization writes into loaded parame
 
 @dataclass(frozen=True)
 class Overwrite:
-    """Hold a mask of the entries that initialization overwrites, and the new values, in the full parameter's shape."""
+    """Hold the entries of a loaded parameter that initialization overwrites: a mask (``where``) and the new values,
+    both in the shape of the full parameter.
+    """
 
     where: Tensor
     values: Tensor
 
     def apply(self, share: Tensor, planned: ParameterPlan, ranks: dict[str, int]) -> None:
-        """Write the entries that belong to the shard of the rank at ``ranks`` into ``share``."""
+        """Write the new values into ``share``, this rank's shard of the parameter. ``ranks`` are this rank's
+        coordinates in the mesh.
+        """
         here = planned.take(self.where, ranks).to(share.device)
         share[here] = planned.take(self.values, ranks).to(share)[here]
 
@@ -187,7 +191,9 @@ def _initialized(
     real: Collection[str] = (),
     fill: float = 0.0,
 ) -> Any:
-    """Return the result of ``run`` with placeholders in a copy of ``model``, whose ``loaded`` tensors are marked."""
+    """Return ``run(stand_ins)``, where ``stand_ins`` replace the parameters of a copy of ``model`` by placeholders
+    without memory, except those named in ``real``. The copy's tensors named in ``loaded`` are marked as loaded.
+    """
     model = copy.deepcopy(model)
     for name, buffer in list(model.named_buffers()):
         put_buffer(model, name, torch.zeros_like(buffer, device="cpu"))

@@ -45,8 +45,9 @@ def states_of_process(
 
 
 def place_among(mesh: Mesh, of_batches: bool) -> str:
-    """Return a label that distinguishes this rank from the other ranks that restore the same RNG states; the first of
-    these ranks gets an empty label. With ``of_batches`` there is one set of states for each distinct batch.
+    """Return a label of this rank among all ranks that restore the same saved RNG states, from which it seeds states of
+    its own. The first of these ranks, which continues the saved states, gets an empty label. ``of_batches``: one RNG
+    state was saved for each batch of a step, and context ranks share a batch.
     """
     # Context ranks and stages of one batch compute different values, so they draw different numbers.
     data = mesh.data_rank % mesh.layout.cp if of_batches else mesh.data_rank
@@ -54,8 +55,8 @@ def place_among(mesh: Mesh, of_batches: bool) -> str:
 
 
 def restore_random_states(mesh: Mesh, states: dict[str, Any], place: str = "") -> None:
-    """Restore RNG states. If ``place`` is given, seed new states from them and ``place`` instead, because another rank
-    continues these states.
+    """Restore RNG states. With a label ``place``, seed new states from ``states`` and the label instead, because
+    another rank continues ``states``.
     """
     torch.random.set_rng_state(states["torch"])
     version, internal, gauss = states["python"]

@@ -56,8 +56,8 @@ def save_pretrained(
         timeout: how long to wait for ranks that have not made the call yet.
         check_replicas: compare replicas of parameters bit by bit first.
         quantization: with ``"as_stored"``, weights that are quantized in the model's source checkpoint are quantized
-            again in the same form. The source checkpoint is read again, and blocks that have not changed keep their
-            bytes.
+            again in the same quantization format. The source checkpoint is read again, and blocks that have not
+            changed keep their bytes.
 
     Raises:
         ConfigError: ``directory`` is empty, the root of the file system, or not a path; or ``quantization`` has another
@@ -93,9 +93,9 @@ def save_adapter_files(
     call: str,
     timeout: timedelta = timedelta(minutes=2),
 ) -> None:
-    """Write only the adapter ``name``, for PEFT's own ``save_pretrained``; every rank must call it. ``call`` is the
-    name of the call for errors. Raise :class:`CheckpointError`, with ``directory`` unchanged, if a rank did not make
-    the call or writing failed.
+    """Write only the adapter ``name``. This implements the ``save_pretrained`` of PEFT's model around a sharded model;
+    every rank must call it. ``call`` is the name of the call in error messages. Raise :class:`CheckpointError`, with
+    ``directory`` unchanged, if a rank did not make the call or writing failed.
     """
     adapters = runtime.adapters
     if adapters is None:

@@ -74,8 +74,9 @@ class _Save(threading.Thread):
 
 
 _running: list[_Save] = []
-"""Hold the running asynchronous save, at most one, in a thread with its own process group. Training steps wait only for
-the copy to CPU memory. The next save and the end of the process wait for the save, and raise its error on every rank.
+"""A list of at most one asynchronous save that is running. The save runs in a thread with its own process group, so
+that training steps wait only for the copy to CPU memory. The next save and the end of the process wait for it, and
+raise its error on every rank.
 """
 
 
@@ -181,7 +182,9 @@ def taken_now(
     step: int | None,
     others: dict[str, Any],
 ) -> TakenState:
-    """Wait for the previous save, and return this rank's state of a run, to be written to ``target``; collective."""
+    """Wait for the previous save, and collect what this rank writes of the run's present state; ``target`` is the
+    directory of the new state. Collective.
+    """
     if (streams := runtime.streams) is not None:
         streams.synchronize(runtime)
     with all_or_none(runtime.mesh, f"{target} could not be written"):
@@ -193,7 +196,9 @@ def taken_now(
 
 
 def write_behind(taken: TakenState, target: Path, write: Callable[[], None]) -> None:
-    """Copy a taken state to CPU memory, and ``write`` it in a thread; collective."""
+    """Copy the tensors of a state to CPU memory, then write the state in a thread by calling ``write``; collective.
+    ``taken`` is this rank's share of the state, and ``target`` its directory.
+    """
     with all_or_none(taken.mesh, f"{target} could not be written"):
         taken.held = on_host(taken.held)
     if taken.mesh.control is not None:  # the thread communicates over a process group of its own
@@ -251,7 +256,9 @@ def load_state(
 
 
 def refuse_under_way(runtime: Runtime, call: str) -> None:
-    """Raise CheckpointError if the executor has microbatches in flight, whose gradients would be lost."""
+    """Raise CheckpointError if a pipeline schedule without flushes has microbatches in flight, whose gradients would be
+    lost. ``call`` is the name of the call in the message.
+    """
     if runtime.executor.under_way:
         raise CheckpointError(
             f"{call} would lose the microbatches that {runtime.mesh.layout.pipeline_schedule} has in flight: "
@@ -298,7 +305,8 @@ def _stateful_objects(others: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SaveCheck:
-    """Hold the size of a saved state, and the times of saving and loading it.
+    """Hold the size of a state that was saved as a test, the free space on its disk, and the times of saving and
+    loading it.
 
     Attributes:
         bytes: size of all ranks' files together.

@@ -128,8 +128,8 @@ def problems_of(directory: Path) -> list[str]:
 
 
 def states_in(source: Path) -> list[Path]:
-    """Return the state directories for ``source``, best first: ``source`` itself, or all states in it, complete or
-    not.
+    """Return the directories of the states in ``source``, complete or not, newest first: ``source`` itself if it is a
+    state, otherwise all states in it. States of the run that wrote last come before those of other runs.
     """
     source = _parent_of_latest(source)
     if _is_state(source) or _is_state(old_of(source)):
@@ -145,8 +145,8 @@ def states_in(source: Path) -> list[Path]:
 
 
 def candidates(source: Path) -> list[Path]:
-    """Return the complete states for ``source``, best first, or raise if there is none; warn once of incomplete
-    states.
+    """Return the directories of the complete states in ``source``, newest first, and warn once of incomplete states.
+    Raise :class:`CheckpointError` if there is no complete state.
     """
     states = states_in(source)
     source = _parent_of_latest(source)
@@ -176,8 +176,8 @@ def candidates(source: Path) -> list[Path]:
 
 
 def _held_by(source: Path) -> str | None:
-    """Return a text that names the weights in a directory without states, and the function that reads them; ``None`` if
-    the directory has no weights of a known format.
+    """Describe the weights in a directory that has no state of a run: their format, and the function that reads them.
+    Return ``None`` if the directory has no weights in a known format.
     """
     if (source / ADAPTER_CONFIG).exists():
         return "an adapter: hfscale.from_pretrained(BASE, peft_config=...) reads it"
@@ -208,8 +208,8 @@ def _refuse_other_files(source: Path) -> None:
 
 
 def _may_lie_beside(path: Path) -> bool:
-    """Return whether a path may be in a directory without states: a hidden file, a log, a run's name, or a file of an
-    interrupted save.
+    """Return whether a directory without states may contain the file ``path``, if a run begins in the directory: a
+    hidden file, a log or note, the file with the name of the run, or a file of an interrupted save.
     """
     hidden = any(part.startswith(".") and part != ".metadata" for part in path.parts)
     return hidden or path.suffix in _NOTES or path.name == RUN or "tfevents" in path.name
@@ -261,7 +261,9 @@ def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
 
 
 def _changed(directory: Path, mesh: Mesh) -> list[str]:
-    """Return checksum problems of the files that this rank has to read."""
+    """Return descriptions of the files of a state whose contents do not match their checksums; each rank checks some of
+    the files.
+    """
     try:
         mark = complete.read_mark(directory)
     except CheckpointError as error:
@@ -290,7 +292,9 @@ def _is_state(path: Path) -> bool:
 
 
 def mark_of(directory: Path) -> complete.Mark:
-    """Return a directory's completion marker, or a marker with time 0 if the directory has none."""
+    """Return the contents of the marker file that makes a directory a complete state; without one, a marker with time
+    0.
+    """
     try:
         return complete.read_mark(directory)
     except CheckpointError:
@@ -298,13 +302,17 @@ def mark_of(directory: Path) -> complete.Mark:
 
 
 def age(mark: complete.Mark, *among: complete.Mark) -> tuple[bool, int, float]:
-    """Return a sort key by which states of the run that wrote last come last, ordered by step."""
+    """Return a sort key of a state from its marker: states of the run that wrote last come after those of other runs,
+    and are ordered by step. ``among`` are the markers of all states.
+    """
     last = max(among, key=lambda each: each.written).run
     return mark.run == last, -1 if mark.step is None else mark.step, mark.written
 
 
 def run_of(directory: Path) -> str:
-    """Return the run id after a resume: the id of the state's run, or a new id if that run has later states."""
+    """Return the id of a run that resumes from the state in ``directory``: the id of the run that wrote the state. If
+    that run has later states, return a new id, so that the two runs stay distinguishable.
+    """
     try:
         mark = complete.read_mark(directory)
         whole = [

@@ -66,7 +66,7 @@ class StateIndex:
 
     @classmethod
     def of_layout(cls, layout: ParallelConfig, plan: Plan) -> "StateIndex":
-        """Return an index of a layout, without contents."""
+        """Return an index that describes a layout's axes and pipeline stages, and contains no tensors yet."""
         numbers = {name: number for number, name in enumerate(plan.layers)}
         ranks = [plan.stages.of_rank(rank) for rank in range(layout.pp)] if plan.stages else []
         axes = [(axis, layout.size(axis)) for axis in MESH_AXES]
@@ -93,7 +93,9 @@ class StateIndex:
         ranks: dict[str, int],
         cuts: Sequence[Cut] = (),
     ) -> int:
-        """Return the global rank at coordinates ``ranks``, in the mesh to which these ``cuts`` refer."""
+        """Return the global rank, in the run that wrote the state, that had the mesh coordinates ``ranks``. For
+        ``cuts`` over the expert-parallel axis, these are coordinates of the experts' mesh.
+        """
         number = 0
         for axis, size in self.axes[any(cut.axis == "ep" for cut in cuts)]:
             number = number * size + ranks.get(axis, 0) % size
@@ -107,8 +109,9 @@ class StateIndex:
         return self.rank_of({"dp_replicate": replicate, "dp_shard": shard})
 
     def rank_with_random_states(self, mesh: Mesh) -> tuple[int, str]:
-        """Return, for another layout, the saved rank whose RNG states this rank continues, and a label from which new
-        states are seeded. The label is empty if this rank has the same data rank and stage as the saved rank.
+        """Return the rank of the saved run whose RNG states this rank continues in another layout, and a label. The
+        label is empty if both ranks have the same data rank and pipeline stage; otherwise, new RNG states are seeded
+        from the saved ones and the label.
         """
         data = mesh.data_rank
         stage = mesh.pp_rank
@@ -186,7 +189,9 @@ class StateIndex:
 
 
 def is_written_by(mesh: Mesh, tensor: StateTensor) -> bool:
-    """Return whether this rank writes its shard of ``tensor``, because it is the first rank with this shard."""
+    """Return whether this rank writes its shard of ``tensor`` to disk: of all ranks with a replica of this shard, only
+    the first writes it.
+    """
     _, ranks = mesh.view(tensor.cuts)
     writers = {
         cut.axis: holders for cut, holders in zip(tensor.cuts, _writers(tensor), strict=True)
@@ -205,7 +210,9 @@ def _writers(tensor: StateTensor) -> Iterator[range]:
 
 
 def _copies(cut: Cut) -> int:
-    """Return how many consecutive ranks hold the same shard, if this number is equal for all shards; otherwise 1."""
+    """Return how many consecutive ranks of an axis hold replicas of the same shard; 1 if this number differs between
+    shards.
+    """
     return cut.replicas[0] if len(set(cut.replicas)) == 1 else 1
 
 
@@ -215,7 +222,7 @@ def weights_name(rank: int) -> str:
 
 
 def rest_name(rank: int) -> str:
-    """Return the name of a rank's file of other data."""
+    """Return the name of the file in which a rank writes RNG states and other data that are no tensors."""
     return f"rank-{rank:05d}.pt"
 
 
@@ -230,8 +237,8 @@ class StateReader:
         )
 
     def read(self, key: str, wanted: StateTensor, ranks: dict[str, int]) -> Tensor:
-        """Return a copy of a tensor's shard at ``ranks``, on the CPU; ``wanted`` describes how the new layout
-        shards the tensor.
+        """Return a copy, on the CPU, of the shard of a tensor that belongs to the rank with mesh coordinates ``ranks``.
+        ``wanted`` describes how this run's layout shards the tensor.
         """
         self.check(key, wanted)
         written = self.index.tensors[key]
@@ -252,8 +259,9 @@ class StateReader:
         return self._piece(key, self.index.tensors[key], {}).dtype
 
     def check(self, key: str, wanted: StateTensor) -> None:
-        """Raise :class:`CheckpointError` if ``wanted`` cannot be read from the tensor, due to its shape or its
-        layout.
+        """Raise :class:`CheckpointError` if the state has no tensor ``key``, or if the shard ``wanted`` by this run
+        cannot be read from it, because the shapes differ or the saved data fit only the layout in which they were
+        saved.
         """
         written = self.index.tensors.get(key)
         if written is None:
@@ -298,8 +306,8 @@ class StateReader:
         written: StateTensor,
         wanted: list[Spans],
     ) -> Iterator[dict[str, int]]:
-        """Yield the coordinates of the written shards that overlap the wanted shard. One cut is compared after another,
-        so that most shards are skipped early.
+        """Yield the mesh coordinates of the written shards of a tensor that overlap the shard that is ``wanted``. One
+        axis that shards the tensor is compared after another, so that most shards are skipped early.
         """
         holders = list(_writers(written))
 
@@ -342,7 +350,7 @@ class StateReader:
         return tensor
 
     def whole(self, key: str) -> Tensor:
-        """Return the full tensor."""
+        """Return the full tensor that the state has under ``key``, assembled from all of its written shards."""
         written = self.index.tensors[key]
         if not written.block:
             return self._assembled(key, written, [[(0, size)] for size in written.shape])

@@ -29,7 +29,7 @@ _COUNTED = ("step", "mu_product")  # scalars in the states of torch's optimizers
 
 @dataclass(frozen=True)
 class Resumed:
-    """Describe the state from which a run was resumed."""
+    """Describe the state from which a run was resumed: its directory and step, and whether the layout is the same."""
 
     directory: Path | None  # the state's directory; ``None`` if no state was loaded
     step: int | None  # the ``step`` passed to :func:`hfscale.save_state`
@@ -135,7 +135,9 @@ class _Found:
                 )
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers to restore; computed buffers, which are not saved, may differ in another layout."""
+        """Yield the buffers to restore, by name. A buffer that the model computes and does not save may be missing, or
+        have another shape, in a state of another layout; it is then left out.
+        """
         saved = self.runtime.model.state_dict().keys()
         for name, here, buffer in self.runtime.named_buffers():
             key = f"buffers/{name}"
@@ -188,7 +190,9 @@ class _Found:
     def states(
         self, optimizer: torch.optim.Optimizer
     ) -> Iterator[tuple[str, Tensor, str, StateTensor]]:
-        """Yield the saved optimizer state of this rank's parameters: key, parameter, optimizer's key, cuts."""
+        """Yield the saved optimizer state of this rank's parameters, one state tensor at a time: its key in the saved
+        state, the parameter, its key in the optimizer's state (``exp_avg``), and how it is sharded.
+        """
         for key, there in self.index.tensors.items():
             kind, _, rest = key.partition("/")
             state, _, name = rest.partition("/")
@@ -239,7 +243,9 @@ class _Found:
 
 
 class _ReadAside:
-    """Read this rank's shards of a state into CPU memory; the run is unchanged until :meth:`put_back`."""
+    """Read this rank's shards of a state into separate CPU memory; the run stays unchanged until :meth:`put_back`
+    copies them.
+    """
 
     def __init__(self, found: _Found, optimizer: torch.optim.Optimizer | None) -> None:
         self.reader = found.reader
@@ -277,7 +283,9 @@ class _ReadAside:
     def put_back(
         self, optimizer: torch.optim.Optimizer | None, options: list[dict[str, Any]]
     ) -> None:
-        """Copy everything into the run."""
+        """Copy the shards that were read into the model's parameters and buffers, and the optimizer's state and
+        ``options`` of its groups into ``optimizer``.
+        """
         try:
             for read, into in self._copies:
                 into.copy_(read)
@@ -333,7 +341,9 @@ class _ReadAside:
 def _unchanged_on_failure(
     runtime: Runtime, optimizer: torch.optim.Optimizer | None, others: dict[str, Any]
 ) -> Iterator[None]:
-    """Restore ``others``, RNG states, parts' states and options of groups if the ``with`` block fails on any rank."""
+    """Restore the previous states of ``others``, of the RNG and of the model's features, and the options of the
+    optimizer's groups, if the ``with`` block fails on any rank.
+    """
     random = random_states(runtime.mesh)
     parts = [
         (part, copy.deepcopy(state)) for part in runtime.parts if (state := part.state(runtime))

@@ -38,7 +38,9 @@ from .state_format import INDEX, StateIndex, is_written_by, rest_name, weights_n
 
 @dataclass
 class TakenState:
-    """Hold this rank's part of a state before it is written."""
+    """Hold what this rank writes of a run's state, before it is written: shards of tensors, and data that are no
+    tensors.
+    """
 
     mesh: Mesh  # the ranks that write the state
     runtime: Runtime
@@ -60,8 +62,8 @@ class TakenState:
     beside: dict[str, bytes] = field(default_factory=dict)
 
     def add(self, key: str, tensor: StateTensor, home: int, share: Tensor) -> None:
-        """Add a tensor of pipeline stage ``home`` to the index. Keep ``share``, this rank's shard of the tensor, if
-        this rank writes the shard.
+        """Add a tensor of the pipeline stage with index ``home`` to the state's index. If this rank writes its shard
+        ``share`` of the tensor, keep the shard.
         """
         tensor = self.index.tensors[key] = replace(tensor, home=home)
         if not tensor.own and tuple(share.shape) != (shape := tensor.local_shape(self.mesh.ranks)):
@@ -90,8 +92,8 @@ def contents_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> Ta
 
 
 def written_parameters(runtime: Runtime) -> list[tuple[ParameterPlan, Tensor]]:
-    """Return the parameters to write, without frozen weights in 4 or 8 bits, which a resume reads from the
-    checkpoint.
+    """Return the parameters that a state contains: all but frozen weights in 4 or 8 bits, which a resume reads from the
+    model's checkpoint.
     """
     frozen = runtime.plan.quantized_weights
     return [
@@ -137,7 +139,9 @@ def _add_optimizer(found: TakenState, runtime: Runtime, optimizer: torch.optim.O
 
 
 def described(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return an optimizer's name and the names of its options; optimizers that agree in both have compatible states."""
+    """Return an optimizer's name and the names of its options. The states of two optimizers are compatible if these are
+    equal.
+    """
     return [
         str(getattr(optimizer, "name", type(optimizer).__name__)),
         sorted(optimizer.defaults),
@@ -145,7 +149,7 @@ def described(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def moved_parameters(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
-    """Return each group's parameters that the optimizer may update, without frozen weights in 4 or 8 bits."""
+    """Return, for each group, the parameters that the optimizer may update: all but frozen weights in 4 or 8 bits."""
     return [
         [
             parameter
@@ -163,8 +167,8 @@ def state_lies(
     shape: tuple[int, ...],
     weight: tuple[int, ...],
 ) -> StateTensor:
-    """Return how a state tensor is sharded; ``shape`` and the shape of ``weight`` are either both local or both
-    full.
+    """Return how the state tensor ``key`` that an optimizer keeps for a parameter is sharded. ``shape`` is the shape of
+    the state tensor, and ``weight`` the shape of the parameter: both are shapes of shards, or both are full shapes.
     """
     if getattr(optimizer, "state_layout", None) is not None:
         return optimizer.state_layout(planned, key, shape)
@@ -274,8 +278,8 @@ def write_state(
     keep_every: int | None,
     hosts: SpreadFiles | None = None,
 ) -> None:
-    """Write a taken state, or nothing if a rank fails; with ``hosts``, each host gets an index and copies of another
-    host's files.
+    """Write a state to the directory ``target``, each rank its own files; if a rank fails, the directory stays
+    unchanged. With ``hosts`` (hosts without a common disk), each host gets an index and copies of another host's files.
     """
     mesh = taken.mesh
     run = taken.runtime.run
@@ -377,8 +381,8 @@ def _add_stored_names(
 
 
 def _merge(index: StateIndex, told: dict[str, Any]) -> None:
-    """Add a rank's entries to the index; existing entries stay, so if several stages have a tensor, the first
-    stage's entry counts.
+    """Add the entries that another rank has sent (``told``) to the index. Existing entries stay: if several pipeline
+    stages have a tensor, the index keeps the entry of the first stage.
     """
     for key, tensor in told.get("tensors", {}).items():
         index.tensors.setdefault(key, StateTensor.from_dict(tensor))

@@ -12,8 +12,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class AddedLayers:
-    """Declare added layers: a child module of the model, with ``layers``, and with ``embed_tokens``, a second reference
-    to the model's embedding, which may be on another pipeline stage.
+    """Describe the layers that a feature adds to a stock model. They are the list ``layers`` of a new child module of
+    the model, whose ``embed_tokens`` is a second reference to the model's embedding (which may be on another pipeline
+    stage).
     """
 
     name: str  # name of the child module
@@ -29,9 +30,9 @@ class AddedLayers:
 
 
 class StoredNames:
-    """Rename tensors to their names in the checkpoint. ``prefixes`` maps prefixes in the model to prefixes in the
-    checkpoint; ``copies`` maps a tensor of the model to further stored names, such as
-    ``layers.61.shared_head.head.weight``.
+    """Rename a model's tensors to their names in the checkpoint. ``prefixes`` maps a prefix of names in the model to
+    the prefix in the checkpoint. ``copies`` lists, by name in the model, the further names under which the checkpoint
+    stores the same tensor, such as ``layers.61.shared_head.head.weight``.
     """
 
     def __init__(self, prefixes: dict[str, str]) -> None:
@@ -48,15 +49,15 @@ class StoredNames:
         return stored
 
     def read(self, model: Any, keys: Iterable[str]) -> dict[str, str | None]:
-        """Map each stored key of the added layers to its name in the model, before conversions (of experts, for
-        example), or to ``None`` for a copy of another tensor. Record the checkpoint's prefixes. Without added layers,
-        the map is empty.
+        """Map each checkpoint key of the added layers to the name of its tensor in the model, or to ``None`` if the
+        checkpoint stores a copy of another tensor under this key. Names are those before conversions (stacking experts,
+        for example). Record the prefixes of the checkpoint's names. Without added layers, the map is empty.
         """
         return {}
 
 
 def added_layers(model: Any) -> AddedLayers | None:
-    """Return the declaration of the layers that were added to a model; ``None`` without added layers."""
+    """Return the description of the layers that a feature added to a model; ``None`` if no layers were added."""
     return _noted(model)[0]
 
 

@@ -72,12 +72,14 @@ def layer_classes(model: Any) -> set[str]:
 
 
 def is_adapted_by_host(model: Any) -> bool:
-    """Return whether a model has adapters of transformers' own ``add_adapter`` or ``load_adapter``, which it saves."""
+    """Return whether adapters were added to a model by transformers' own ``add_adapter`` or ``load_adapter``; the
+    model's ``save_pretrained`` then saves these adapters.
+    """
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def empty_copy(model: Any) -> Any:
-    """Return the full stock model, on the meta device, for a ``model`` that holds one rank's shards."""
+    """Return the full stock model, on the meta device, of which ``model`` holds one rank's shards."""
     config = copy.deepcopy(model.config)
     name_hosts(config)
     with torch.device("meta"):
@@ -195,7 +197,9 @@ def made_or_explained(source: str) -> Iterator[None]:
 
 @contextmanager
 def built_or_explained(auto_class: Any, config: Any, *others: type[Exception]) -> Iterator[None]:
-    """Raise ConfigError if building a model inside the ``with`` block raises ValueError or one of ``others``."""
+    """Raise ConfigError, with the reason, if building a model inside the ``with`` block raises ValueError or one of the
+    exceptions ``others``. If ``auto_class`` does not support the config, the error names the Auto classes that do.
+    """
     try:
         yield
     except Exception as error:

@@ -36,19 +36,21 @@ causal_mask_function: Any = masking_utils.causal_mask_function
 Attend = Callable[..., Any]
 """``(stock function, module, query, key, value, mask, **kwargs)`` -> the stock function's result."""
 MakeMask = Callable[..., Any]
-"""``(stock function, reads_all, **kwargs)`` -> a mask. If ``reads_all``, a query whose keys are all hidden
-reads all.
+"""A function that makes an attention mask: ``(stock function, reads_all, **kwargs)`` -> mask. With ``reads_all``, a
+query whose keys are all masked attends to all of them.
 """
 _READS_ALL = ("eager",)
-"""Implementations that hide a key by a large negative number: if all keys of a query are hidden, it reads
-all of them.
+"""Attention implementations that mask a key by adding a large negative number to its score, so that a query whose keys
+are all masked attends to all of them.
 """
 encoder_outputs: Callable[[Tensor], Any] = BaseModelOutput
 """Wrap an encoder's hidden states so that an encoder-decoder takes them instead of running its encoder."""
 
 
 def place_by_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Vectorize a mask function of single positions over index tensors that broadcast (``[b, 1, 1, 1]``, ...)."""
+    """Turn a mask function of one example, head, query and key position into a function of index tensors that broadcast
+    (``[b, 1, 1, 1]``, ...).
+    """
 
     def spread(*indices: Tensor) -> Tensor:
         flat = [index.flatten() for index in indices]
@@ -73,8 +75,8 @@ def _stock_mask(
 
 
 def answer(prefix: str, host: str, attend: Attend, make_mask: MakeMask = _stock_mask) -> str:
-    """Register ``attend`` and ``make_mask`` as wrappers of the implementation ``host``; return their
-    registered name.
+    """Register a new attention implementation that wraps transformers' implementation ``host``: ``attend`` computes
+    attention, and ``make_mask`` makes masks. Both get ``host``'s function as first argument. Return the new name.
     """
     name = f"{prefix}{host}"
 
@@ -111,8 +113,8 @@ def _function_of(host: str, module: nn.Module) -> Callable[..., Any]:
 
 @contextmanager
 def masks_made_here(kind: type) -> Iterator[None]:
-    """Let transformers use masks of type ``kind`` unchanged inside the ``with`` block. For such masks, transformers
-    also does not search the positions for packed examples.
+    """Let transformers use attention masks of the class ``kind`` unchanged inside the ``with`` block, and let it not
+    search ``position_ids`` for packed examples.
     """
     prepared = masking_utils._preprocess_mask_arguments
 
@@ -136,7 +138,9 @@ def masks_made_here(kind: type) -> Iterator[None]:
 
 
 def uses_flash_attention(model: Any) -> bool:
-    """Return whether attention is a flash kernel, of any version; such kernels take the lengths of texts in a row."""
+    """Return whether the model's attention implementation is FlashAttention, of any version; such kernels take the
+    lengths of the documents in a packed row.
+    """
     config = model.config.get_text_config()
     return "flash" in implementation_of(config)
 
@@ -188,7 +192,9 @@ def recomputes(modules: Iterable[nn.Module]) -> bool:
 def without_cache(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a layer's arguments without the key/value cache, which recomputation would fill a second time."""
+    """Return a layer's arguments without the key/value cache: when the layer is recomputed in the backward pass, it
+    would append the same keys and values to the cache again.
+    """
     emptied = {
         name: None
         for name, value in kwargs.items()

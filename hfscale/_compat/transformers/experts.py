@@ -36,9 +36,9 @@ def runs_grouped_products(experts: Any) -> bool:
 
 
 def router_logits(model: nn.Module) -> dict[type[nn.Module], int]:
-    """Map each router class whose logits transformers records to the index of the logits in the router's output.
-    Routers that record a softmax as logits are left out, and so are modules that transformers does not record by their
-    class.
+    """Map each router class whose logits transformers records (``can_record_outputs``) to the index of the logits in
+    the router's output. Routers that record probabilities as logits are left out, and so are modules that transformers
+    does not select by class.
     """
     indices: dict[type[nn.Module], int] = {}
     for part in model.modules():

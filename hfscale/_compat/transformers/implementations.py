@@ -23,13 +23,13 @@ def set_implementation(config: Any, name: str) -> None:
 
 
 def note_host(name: str, host: str) -> None:
-    """Record that the implementation ``name`` wraps ``host``."""
+    """Record that hfscale's attention implementation ``name`` wraps transformers' implementation ``host``."""
     _hosts[name] = host
 
 
 def name_hosts(config: Any) -> None:
-    """Set a config, and the configs inside it, back to the implementations that hfscale's wrap, because some families
-    look up a class by that name while a model is built.
+    """In a config and the configs inside it, replace the names of hfscale's attention implementations by the names of
+    transformers' implementations that they wrap. Some families look up a class by this name while a model is built.
     """
     inside = (getattr(config, name, None) for name in config.sub_configs)
     for each in (config, *(sub for sub in inside if isinstance(sub, PreTrainedConfig))):

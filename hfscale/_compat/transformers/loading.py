@@ -59,14 +59,16 @@ def loading_through(
     initialize: Callable[[Any], None],
     sourced: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Call ``prepare`` with each newly built meta model, before ``from_pretrained`` reads weights, in the ``with``
-    block.
+    """Let hfscale prepare each model that ``from_pretrained`` builds inside the ``with`` block, and choose the state
+    dict from which it is loaded.
 
-    ``prepare(model, weight_mapping, files, quantizer)`` may change the model's shapes and remove modules, and returns
-    the state dict to load from. With ``sourced``, ``prepare`` itself knows where the weights are, and gets no files.
-    The yielded dict receives the missing and mismatched keys that transformers reports. Only those parameters are tied
-    for which ``name_of_tie`` returns a name that is still in the model. After the weights are read, ``initialize``
-    replaces transformers' initialization of the model.
+    ``prepare(model, weight_mapping, files, quantizer)`` is called with the new meta model before weights are read. It
+    may change the model's shapes and remove modules, and returns the state dict. With ``sourced``, ``prepare`` itself
+    knows where the weights are, and gets no files. ``name_of_tie(name)`` returns the name of a parameter in the
+    prepared model, or ``None`` if it was removed: two parameters are tied only if the model has both. After the weights
+    are read, ``initialize(model)`` runs instead of transformers' initialization.
+
+    The yielded dict receives the missing and mismatched keys that transformers reports.
     """
     report: dict[str, Any] = {}
     original = PreTrainedModel.__dict__["_load_pretrained_model"]
@@ -115,9 +117,9 @@ def loading_through(
 
 
 def from_no_path(kind: Any, directory: Path, kwargs: dict[str, Any]) -> Any:
-    """Run ``from_pretrained`` of a model class for ``kwargs["config"]``, without a path, because the caller's hooks
-    load the weights. The model gets the name of ``directory``, and the generation config in the directory, if there is
-    one.
+    """Run ``from_pretrained`` of the model class ``kind`` with the config ``kwargs["config"]`` and without a path,
+    because the caller's hooks load the weights. Set the model's ``name_or_path`` to ``directory``, and read its
+    generation config from ``directory`` if one is stored.
     """
     config = copy.deepcopy(kwargs.pop("config"))
     kwargs = {name: value for name, value in kwargs.items() if name not in HUB_ARGUMENTS}
@@ -201,7 +203,9 @@ def initializations(model: Any) -> Iterator[tuple[str, nn.Module, Callable[[], N
 def _children_first(
     module: nn.Module, name: str, owner: Any
 ) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yield ``(name, module, innermost model around it)``, children before parents."""
+    """Yield ``(name, module, model)`` for every module, children before parents; ``model`` is the innermost model that
+    contains the module.
+    """
     owner = module if isinstance(module, PreTrainedModel) else owner
     for key, child in module.named_children():
         yield from _children_first(child, f"{name}.{key}" if name else key, owner)
@@ -209,9 +213,9 @@ def _children_first(
 
 
 def construct(model: Any, kinds: Collection[type[nn.Module]]) -> Any:
-    """Build a copy of ``model`` on the meta device, except that modules of ``kinds`` have their own tensors in real
-    memory. Their values are set by the constructors and then by transformers' initialization (of these modules and of
-    the modules around them). Tensors that neither sets are NaN.
+    """Build a copy of ``model`` on the meta device in which only the modules of the classes ``kinds`` have real
+    tensors. The real tensors get the values that the constructors set, and then those of transformers' initialization
+    (of these modules and of the modules around them). A tensor that neither sets is NaN.
     """
     with ExitStack() as stack:
         stack.enter_context(attribute_replaced(PreTrainedModel, "init_weights", lambda _: None))

@@ -1,4 +1,4 @@
-"""Packed rows (several documents in one row): find the documents, and keep them apart in transformers' masks."""
+"""Packed rows (several documents in one row): find the documents, and separate them in transformers' masks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -54,10 +54,10 @@ def starts_of(documents: Tensor) -> tuple[tuple[int, ...], ...]:
 
 
 def told_apart_by(batch: Mapping[str, Any]) -> str:
-    """Return the kind of the argument that may separate documents within a row of a batch, judged by shapes alone.
+    """Return which argument of a batch may tell where documents begin within a row, judged by shapes alone.
 
-    ``"positions"`` are positions of a text. ``"axes"`` are positions in time, height and width, in which transformers
-    searches for no documents. ``"mask"`` is a mask ``[b, h, s, s]`` without positions. The empty string: no such
+    ``"positions"``: positions of a text. ``"axes"``: positions in time, height and width, in which transformers
+    searches for no documents. ``"mask"``: a mask ``[b, h, s, s]`` without positions. The empty string: no such
     argument.
     """
     positions = batch.get("position_ids")
@@ -96,8 +96,8 @@ def holds_documents(batch: Mapping[str, Any]) -> Tensor | None:
 def keep_documents_apart(
     function: Callable[..., Tensor], position_ids: Tensor, documents: Tensor
 ) -> Callable[..., Tensor]:
-    """Return a mask function that also keeps documents apart, made from ``function``; positions and documents: ``[b,
-    s]``.
+    """Return the mask function ``function``, changed such that no token attends to another document. ``position_ids``
+    and ``documents`` (each token's document index) are ``[b, s]``.
     """
     # Newer versions of transformers count windows and chunks from the beginning of an example.
     remapped: Any = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
@@ -107,10 +107,11 @@ def keep_documents_apart(
 
 @contextmanager
 def packing(restarts: bool | None, batch: Mapping[str, Any]) -> Iterator[None]:
-    """Keep documents apart in transformers' masks during a forward pass of ``batch`` (the ``with`` block), if positions
-    restart within rows (``restarts``). With ``restarts=None``, transformers itself searches for documents in the
-    positions that the model passes to its mask functions. But many models pass none, and each search synchronizes with
-    the device.
+    """Separate the documents of packed rows in transformers' attention masks during a forward pass of ``batch`` (the
+    ``with`` block). ``restarts`` tells whether positions restart within rows, so that rows hold several documents.
+
+    With ``restarts=None``, transformers itself searches for documents in the positions that the model passes to its
+    mask functions. But many models pass none, and each search synchronizes with the device.
     """
     if restarts is None:
         yield

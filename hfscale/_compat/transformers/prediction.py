@@ -38,7 +38,9 @@ _COPY = re.compile(r".*\.(embed_tokens|shared_head|shared_head\.head)\.weight")
 
 
 class PredictionLayer(MtpLayer):
-    """Predict one token further ahead than the layer before; input ``[b, s, 2 h]``: embeddings, that layer's output."""
+    """Predict one token further ahead than the preceding layer. The input ``[b, s, 2 * hidden_size]`` concatenates
+    token embeddings and the preceding layer's output.
+    """
 
     rope: dict[str, str]  # arguments of the rotary embedding other than positions
 
@@ -60,7 +62,10 @@ class _StoredNames(StoredNames):
         self._renamings = renamings
 
     def read(self, model: Any, keys: Iterable[str]) -> dict[str, str | None]:
-        """Read keys of numbered layers after the model's own, or keys under a separate prefix (``mtp``)."""
+        """Map the checkpoint keys of the prediction layers to names in the model, or to ``None`` for copies of the
+        embedding and the head. The keys are those of numbered layers after the model's own, or have a prefix of their
+        own (``mtp``).
+        """
         first = model.config.get_text_config().num_hidden_layers
         count = prediction_depths(model.config)
         numbers = "|".join(str(first + depth) for depth in range(count))
@@ -90,8 +95,8 @@ class _StoredNames(StoredNames):
 
 
 def prediction_depths(config: Any) -> int:
-    """Return how many tokens ahead, after the next one, a config's layers predict; refuse configs without
-    such layers.
+    """Return the number of multi-token-prediction layers in a config: the first predicts the token after the next one,
+    and each further layer one token further ahead. Raise :class:`ConfigError` for configs without such layers.
     """
     depths = getattr(config.get_text_config(), "num_mtp_layers", None)
     try:

@@ -1,9 +1,9 @@
-"""Functions of stock modules that read earlier tokens: causal convolutions and scans, and how each function takes a
-state.
+"""Describe the functions of stock modules that read earlier tokens: causal convolutions and scans, and how each
+function takes a state.
 
 Stock mixers (gated delta nets, KDA, Mamba, Mamba-2, short convolutions) compute token by token, except for two
-functions of their file, which have the same names in all families. So each description here holds for every family that
-calls the function, and for the kernels (fla, mamba_ssm, causal_conv1d) by which transformers replaces it if they are
+functions of their file, which have the same names in all families. So one description of a function holds for every
+family that calls it, and for the kernels (fla, mamba_ssm, causal_conv1d) by which transformers replaces it if they are
 installed.
 """
 
@@ -22,7 +22,9 @@ from transformers import Cache
 from ..replaced import attribute_replaced
 
 CONVOLUTION = "causal_conv1d_fn"
-"""``(x [b, d, s], weight [d, width], ...)`` -> ``[b, d, s]``."""
+"""Name of the causal convolution, ``(x [b, d, s], weight [d, width], ...)`` -> ``[b, d, s]``, with batch size ``b``,
+channels ``d`` and tokens ``s``.
+"""
 _FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 """Kernels that fuse convolution, scan and projections; if one returns nothing, a mixer calls the separate functions."""
 _BORDERS = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
@@ -36,7 +38,9 @@ Named = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Scan:
-    """Describe a scan over tokens whose results are linear in its initial state."""
+    """Describe a scan over tokens (a recurrence) whose output and final state are linear in its initial state: its
+    arguments, the shape of its state, and how it takes an initial state.
+    """
 
     # Argument -> the dim of its tokens, which is also the dim of the output's tokens.
     tokens: Mapping[str, int]
@@ -52,7 +56,9 @@ class Scan:
 
 
 def _mamba_steps(given: Named, dtype: torch.dtype) -> Tensor:
-    """Return the step sizes ``[b, d, s]`` of ``mamba_selective_scan``."""
+    """Return the step sizes of ``mamba_selective_scan`` from its named arguments, ``[b, d, s]``: batch, channels,
+    tokens.
+    """
     dt = given["dt"]
     if given.get("delta_bias") is not None:
         dt = dt + given["delta_bias"].to(dt.dtype)[..., None]
@@ -60,7 +66,9 @@ def _mamba_steps(given: Named, dtype: torch.dtype) -> Tensor:
 
 
 def _mamba_makes(given: Named) -> Tensor:
-    """Return the state ``[b, d, n]`` after the tokens of ``mamba_selective_scan``, starting from zeros."""
+    """Return the final state of ``mamba_selective_scan``, computed from its named arguments with an initial state of
+    zeros: ``[b, d, n]`` (batch, channels, state size).
+    """
     x = given["hidden_states"]
     wide = torch.promote_types(x.dtype, torch.float32)
     steps = _mamba_steps(given, wide)
@@ -76,8 +84,9 @@ def _mamba_makes(given: Named) -> Tensor:
 
 
 def _mamba_adds(given: Named, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the term that an initial ``state [b, d, n]`` adds to the output of ``mamba_selective_scan``, and the
-    decayed state, which it adds to the final state (Gu and Dao 2023, equation 2).
+    """Return two terms that an initial ``state [b, d, n]`` (batch, channels, state size) adds to
+    ``mamba_selective_scan``: one to its output, and one to its final state, which is the decayed initial state (Gu and
+    Dao 2023, equation 2).
     """
     c = given["C"]
     gate = given.get("z")
@@ -130,7 +139,9 @@ SCANS: dict[str, Scan] = {
 
 
 def reads_by_functions(module: nn.Module) -> bool:
-    """Return whether a module calls a supported function of its class's file in transformers."""
+    """Return whether the forward pass of a stock module of transformers calls the causal convolution or a supported
+    scan (see :data:`SCANS`).
+    """
     kind = type(module)
     if not kind.__module__.startswith("transformers.models."):
         return False
@@ -141,8 +152,9 @@ def reads_by_functions(module: nn.Module) -> bool:
 def functions_replaced(
     kind: type, replace: Callable[[str, Any], Any]
 ) -> AbstractContextManager[Any]:
-    """Replace these functions, in the file of class ``kind``, by ``replace(name, function)`` inside the
-    `with` block.
+    """Replace the causal convolution and the supported scans (see :data:`SCANS`) by ``replace(name, function)`` inside
+    the ``with`` block, in the Python file that defines class ``kind``. Fused kernels in this file return nothing, so
+    that mixers call the separate functions.
     """
     file = sys.modules[kind.__module__]
     stack = ExitStack()

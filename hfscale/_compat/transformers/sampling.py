@@ -6,8 +6,9 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 
 class PackedBatches(BatchRebalanceSampler):
-    """Sample batches of rows by their costs, given as ``lengths``; a batch costs the sum of its rows' costs.
-    ``share(costs, bins)`` returns the rows of each bin; consecutive bins have about equal costs.
+    """Sample batches of unpadded rows such that the batches of a step have about equal costs. transformers' ``lengths``
+    are the costs of rows, and a batch costs the sum of its rows' costs. ``share(costs, bins)`` returns the rows of each
+    of ``bins`` batches; consecutive batches have about equal costs.
     """
 
     share: Callable[[Sequence[float], int], list[list[int]]]

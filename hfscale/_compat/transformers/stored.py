@@ -33,8 +33,9 @@ from .classes import class_name, empty_copy, stock_class
 
 @dataclass(frozen=True)
 class Merge:
-    """Describe a converter that only concatenates or stacks stored tensors, in transformers' order: by source, then by
-    the numbers in their names (``experts.9`` before ``experts.10``).
+    """Describe a converter that only stacks or concatenates stored tensors to a parameter. The tensors are in
+    transformers' order: by source (gate projection, up projection), and within a source by the numbers in their names
+    (``experts.9`` before ``experts.10``).
     """
 
     source: int  # index of this tensor's source: a gate projection precedes an up projection
@@ -46,7 +47,7 @@ class Merge:
 
 @dataclass(frozen=True)
 class Destination:
-    """The parameter or buffer that a stored tensor loads into."""
+    """Describe the parameter or buffer that a stored tensor is loaded into, and the conversion on the way."""
 
     name: str  # name of the (first) parameter or buffer
     converter: WeightConverter | None = None  # the conversion; ``None`` if there is none
@@ -58,9 +59,11 @@ class Destination:
 def checkpoint_targets(
     model: Any, keys: list[str], weight_mapping: list[Any]
 ) -> dict[str, Destination]:
-    """Map stored keys to destinations, in transformers' order. Mark the entries of ``weight_mapping`` that these keys
-    use: transformers converts by marked entries when it saves, and a rank that reads only one stage's keys must save
-    all stages.
+    """Map each stored key to the parameter or buffer that it is loaded into, in transformers' order.
+
+    Also mark the entries of ``weight_mapping`` that these keys use, because transformers applies only marked
+    conversions when it saves. ``keys`` are those of all stages, so that a rank that loads one stage can save all
+    stages.
     """
     copies = copy.deepcopy(weight_mapping)  # matching also changes other attributes
     result = _destinations(keys, copies, model.base_model_prefix, model.state_dict())
@@ -201,15 +204,15 @@ class AsStored:
         return self._names.stored_keys(stored)
 
     def again(self) -> "AsStored":
-        """Return a converter of the same tensors, to convert them again."""
+        """Return a new converter of the same tensors that holds no tensors of an unfinished conversion."""
         other = copy.copy(self)
         other._waiting = {}
         return other
 
     @contextmanager
     def _reverting(self) -> Iterator[None]:
-        """Let transformers find the conversions, and the shapes of full tensors, on the model inside the
-        ``with`` block.
+        """Let transformers' reverse conversion run on a model inside the ``with`` block, even if the model holds
+        shards: it gets the recorded conversions, and parameters with the shapes of the full tensors.
         """
         model = self._model
         known = self._whole
@@ -227,8 +230,9 @@ class AsStored:
 def _together(
     model: Any, contents: dict[str, Tensor], conversions: list[Any]
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """Return two maps. The first maps each tensor that is stored together with others to the names of its group, in
-    order. The second maps tensors that are only renamed to their stored names.
+    """Return two maps. The first maps each tensor that is converted together with others (stacked experts, for example)
+    to the names of all tensors of its group, in order. The second maps each tensor that is only renamed to its stored
+    name.
     """
     renamed: dict[str, str] = {}
     converters = [
@@ -261,8 +265,8 @@ def _after_another(
     known: dict[str, tuple[str, ...]],
     expected: set[str],
 ) -> dict[str, tuple[str, ...]]:
-    """Map each such tensor to its pair, in order: transformers gives the second tensor of a pair its right stored name
-    only if the first tensor is converted before it. For example, ``norm1`` is renamed correctly only after ``norm0``.
+    """Map pairs of tensors of which transformers renames the second correctly only after the first (``norm1`` after
+    ``norm0``, for example): name of each tensor of a pair -> both names, in this order.
     """
     together: dict[str, tuple[str, ...]] = {}
     alone = {name: tensor for name, tensor in contents.items() if name not in known}
@@ -343,7 +347,7 @@ class Fp8Encoder:
         return name in self._wanted
 
     def made_of(self, key: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the quantized tensor and its scales, ``KEY_scale_inv``; the tensor unchanged if blocks do not divide
-        it.
+        """Return the quantized tensor as ``key`` and its scales as ``KEY_scale_inv``. Return the tensor unchanged if
+        its sizes are no multiples of the block's.
         """
         return self._operation.convert({key: tensor})

@@ -30,12 +30,14 @@ RANDOM = "rng_state.pth"  # stock Trainer reads this file in a single process
 class TrainerHooks(_Mixin):
     """A mixin that overrides a Trainer's methods for saving, resuming and clipping; all of them run on every rank.
 
-    A subclass has these methods. For states: ``write_state(directory)`` and ``read_state(checkpoint)`` of optimizer,
-    schedule and RNG, ``write_random_states(directory)`` for stock Trainer, and ``put_back_random_states()``, which
-    restores the RNG states that were read last. For weights: ``read_weights(checkpoint)`` to resume, and
-    ``read_best_weights(checkpoint)``. Three return context managers: ``written_aside(target)`` yields a directory to
-    which Trainer writes instead of ``target``; ``kept_in_memory()`` is the same for a step to be saved to memory, and
-    ``None`` for other steps; ``around_inputs()`` is entered while a batch is prepared.
+    A subclass defines methods for states: ``write_state(directory)`` and ``read_state(checkpoint)`` for optimizer,
+    schedule and RNG, ``write_random_states(directory)`` for files that stock Trainer reads, and
+    ``put_back_random_states()``, which restores the RNG states that were read last. For weights, it defines
+    ``read_weights(checkpoint)`` to resume, and ``read_best_weights(checkpoint)``.
+
+    It also defines three methods that return context managers. ``written_aside(target)`` yields a directory to which
+    Trainer writes instead of ``target``. ``kept_in_memory()`` is the same for a step that is saved to memory; for other
+    steps, it returns ``None``. ``around_inputs()`` is entered while a batch is prepared.
     """
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -109,7 +111,9 @@ class TrainerHooks(_Mixin):
 
 
 def batches_skipped_by_accelerator(trainer: Any) -> AbstractContextManager[None]:
-    """Let Trainer resume within an epoch by the accelerator's ``skip_first_batches``, looked up at each call."""
+    """When Trainer resumes within an epoch, let it skip batches by ``trainer.accelerator.skip_first_batches`` instead
+    of Accelerate's function.
+    """
 
     def skip(loader: Any, count: int = 0) -> Any:
         return trainer.accelerator.skip_first_batches(loader, count)
@@ -118,7 +122,9 @@ def batches_skipped_by_accelerator(trainer: Any) -> AbstractContextManager[None]
 
 
 def evaluated_with_logits(trainer: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Trainer's prediction step, called such that models with Liger's kernels do not leave out logits."""
+    """Return Trainer's prediction step ``step``, called with ``use_liger_kernel=False``: otherwise Trainer would let
+    models with Liger's kernels leave out logits.
+    """
 
     def evaluated(*args: Any, **kwargs: Any) -> Any:
         with attribute_replaced(trainer.args, "use_liger_kernel", False):
@@ -157,7 +163,9 @@ def use_one_gpu(arguments: Any) -> None:
 
 
 def seed_workers_by(loader: Any, rank: int) -> None:
-    """Seed the workers of a Trainer's loader by the index of the distinct batch, not of the process."""
+    """Seed the workers of a Trainer's loader by ``rank``, the index of this process's batch among the data ranks, not
+    by the process's rank. Processes that have the same batch then have the same seeds.
+    """
     seed = getattr(loader, "worker_init_fn", None)
     if isinstance(seed, partial) and seed.func is _trainer.seed_worker:
         seed.keywords["rank"] = rank
@@ -170,8 +178,9 @@ def random_states_of_processes(checkpoint: Path) -> int:
 
 
 def read_random_states(checkpoint: Path, process: int | None = None) -> dict[str, Any] | None:
-    """Return the contents of a checkpoint's :data:`RANDOM`, or of the file of one of several processes: RNG states of
-    ``python``, ``numpy``, ``cpu``, devices, ...
+    """Return the RNG states that stock Trainer wrote into a checkpoint (``python``, ``numpy``, ``cpu``, devices, ...):
+    those of a run in a single process, or those of one ``process`` of several. Return ``None`` if there is no such
+    file.
     """
     path = checkpoint / (RANDOM if process is None else f"rng_state_{process}.pth")
     if not path.exists():
@@ -181,7 +190,9 @@ def read_random_states(checkpoint: Path, process: int | None = None) -> dict[str
 
 
 def has_stock_loss(trainer: Any) -> bool:
-    """Return whether the loss is the model's own, computed as ``transformers.Trainer`` does."""
+    """Return whether a Trainer computes its loss like ``transformers.Trainer``: no subclass overrides ``compute_loss``,
+    and no ``compute_loss_func`` is given.
+    """
     return (
         type(trainer).compute_loss is StockTrainer.compute_loss
         and trainer.compute_loss_func is None
@@ -195,8 +206,8 @@ def has_own_prediction_step(trainer: Any) -> bool:
 
 
 def labels_of_step(trainer: Any, batches: Any) -> Any:
-    """Return the number of labels, over all distinct batches, by which a Trainer divides the loss of these
-    microbatches: labels of predicted tokens. For classes that transformers does not list as causal
+    """Return the number of labels by which a Trainer divides the loss of these microbatches: the labels of predicted
+    tokens, summed over the batches of all data ranks. For classes that transformers does not list as causal
     (``GPT2LMHeadModel``), Trainer also counts the first label of each row.
     """
     stock = StockTrainer.get_batch_samples
@@ -204,7 +215,9 @@ def labels_of_step(trainer: Any, batches: Any) -> Any:
 
 
 def prepared(trainer: Any, inputs: Any) -> Any:
-    """Return a batch as prepared by a subclass, or else as it came from the loader, on the CPU."""
+    """Return a batch as the ``_prepare_inputs`` of a Trainer's subclass prepares it; if no subclass overrides this
+    method, return the loader's batch unchanged, on the CPU.
+    """
     known = (TrainerHooks, StockTrainer)
     own = any(
         "_prepare_inputs" in vars(kind) for kind in type(trainer).__mro__ if kind not in known

@@ -1,8 +1,9 @@
-"""Dequantize stored numbers with the same operations, in the same order, as transformers' own dequantization.
+"""Dequantize stored weights with the same operations, in the same order, as transformers' own dequantization.
 
-Every function takes the dtype of the result, and the stored tensors of a slice of the weight by role (``values``,
-``scales``, ``zeros``, and ``whole``, the scale of the whole tensor); their shapes broadcast. The order and dtype of
-each operation are the same as in transformers, so that results are equal bit by bit.
+Every function takes the stored tensors that belong to a slice of the weight, by their names ``values``, ``scales``,
+``zeros`` (zero points) and ``whole`` (a single scale of the full tensor), and the dtype of the result. The shapes of
+these tensors broadcast. The order and dtype of each operation are the same as in transformers, so that results are
+equal bit by bit.
 """
 
 from collections.abc import Mapping
@@ -22,19 +23,23 @@ Parts = Mapping[str, Tensor]
 
 
 def blocks_in_float32(parts: Parts, dtype: torch.dtype) -> Tensor:
-    """Multiply 8-bit floating-point numbers or 4-bit integers by scales, in float32."""
+    """Dequantize 8-bit floating-point numbers or 4-bit integers: multiply them by their blocks' scales, in float32."""
     scales = parts["scales"]
     scales = (scales.float() - 127.0).exp2() if scales.dtype == torch.uint8 else scales.float()
     return (_numbers(parts["values"], torch.float32) * scales).to(dtype)
 
 
 def rows_of_a_table(parts: Parts, dtype: torch.dtype) -> Tensor:
-    """Multiply 8-bit floating-point numbers by the scale in the result's dtype, like an embedding at each look-up."""
+    """Dequantize numbers: cast them and their scales to the result's dtype, then multiply, as transformers' quantized
+    embeddings do at each look-up.
+    """
     return parts["values"].to(dtype) * parts["scales"].to(dtype)
 
 
 def in_type_of_result(parts: Parts, dtype: torch.dtype) -> Tensor:
-    """Subtract zero points in the result's dtype, and multiply by scales in the scales' dtype (torchao)."""
+    """Dequantize integers like torchao: subtract zero points in the result's dtype, then multiply by scales in the
+    scales' dtype.
+    """
     values = parts["values"].to(dtype)
     if "zeros" in parts:
         values = values - parts["zeros"].to(dtype)
@@ -42,12 +47,16 @@ def in_type_of_result(parts: Parts, dtype: torch.dtype) -> Tensor:
 
 
 def shares_of_the_largest(parts: Parts, dtype: torch.dtype) -> Tensor:
-    """Multiply integers by 1/127 of the largest value of their row, in float32 (LLM.int8(), Dettmers et al. 2022)."""
+    """Dequantize 8-bit integers: multiply them by the largest absolute value of their row and by 1/127, in float32
+    (LLM.int8(), Dettmers et al. 2022).
+    """
     return (parts["values"] * parts["scales"] * _ONE_127TH).to(dtype)
 
 
 def powers_of_two(parts: Parts, dtype: torch.dtype) -> Tensor:
-    """Multiply E2M1 numbers by powers of two in the result's dtype (OCP microscaling formats, 2023)."""
+    """Dequantize 4-bit floating-point numbers (E2M1): multiply them by scales that are powers of two, in the result's
+    dtype (OCP microscaling formats, 2023).
+    """
     return torch.ldexp(
         _numbers(parts["values"], dtype),
         parts["scales"].int() - 127,
@@ -55,7 +64,9 @@ def powers_of_two(parts: Parts, dtype: torch.dtype) -> Tensor:
 
 
 def in_type_of_scales(parts: Parts, dtype: torch.dtype) -> Tensor:
-    """Subtract zero points and multiply by scales, both in the scales' dtype."""
+    """Dequantize numbers: subtract their zero points, if any, then multiply by their blocks' scales, both in the
+    scales' dtype.
+    """
     scales = parts["scales"]
     if scales.dtype == torch.uint8:
         scales = _powers(scales)
@@ -66,7 +77,9 @@ def in_type_of_scales(parts: Parts, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_twice(parts: Parts, dtype: torch.dtype) -> Tensor:
-    """Multiply E2M1 numbers by the block's scale over the tensor's, and round to bfloat16 (NVFP4 and MXFP4)."""
+    """Dequantize 4-bit floating-point numbers (E2M1, as in NVFP4 and MXFP4): multiply them by their block's scale,
+    divided by the full tensor's scale if there is one, and round to bfloat16.
+    """
     scales = parts["scales"]
     scales = _powers(scales) if scales.dtype == torch.uint8 else scales.to(torch.bfloat16)
     if "whole" in parts:
@@ -80,7 +93,9 @@ def _powers(exponents: Tensor) -> Tensor:
 
 
 def _numbers(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return numbers in ``dtype`` from E2M1 codes, which are integers, or from floating-point numbers."""
+    """Convert ``codes`` to numbers in ``dtype``: integers are 4-bit E2M1 codes, which are looked up; floating-point
+    numbers are only cast.
+    """
     if codes.dtype.is_floating_point:
         return codes.to(dtype)
     return _e2m1(dtype, codes.device)[codes.int()]
@@ -93,7 +108,9 @@ def _e2m1(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @cache  # equal arguments return the same object
 def two_per_byte() -> Along:
-    """Describe bytes that hold two 4-bit codes each along a dim of the weight, the lower half first."""
+    """Describe how a stored tensor packs a weight: each byte holds two neighbouring 4-bit codes, the first one in the
+    lower half.
+    """
     return Along(2, 1, _halves)
 
 
@@ -104,7 +121,9 @@ def _halves(words: Tensor) -> Tensor:
 
 @cache
 def codes_in_bytes(bits: int) -> Along:
-    """Describe bytes that hold integers of 2 or 4 bits, stored as unsigned numbers, the lowest bits first."""
+    """Describe how a stored tensor packs a weight: each byte holds several integers of 2 or 4 bits, shifted to unsigned
+    numbers, the first integer in the lowest bits.
+    """
     return Along(8 // bits, 1, partial(_numbers_in_bytes, bits=bits))
 
 
@@ -117,13 +136,17 @@ def _numbers_in_bytes(words: Tensor, bits: int) -> Tensor:
 
 @cache
 def codes_in_int32(bits: int) -> Along:
-    """Describe int32 words that hold integers of ``bits`` bits, stored as unsigned numbers, without gaps."""
+    """Describe how a stored tensor packs a weight: int32 words hold integers of ``bits`` bits, shifted to unsigned
+    numbers, without gaps.
+    """
     words = bits // gcd(bits, 32)
     return Along(32 * words // bits, words, partial(_codes_of, bits=bits, words=words))
 
 
 def words_of(codes: Tensor, along: Along, kind: torch.dtype) -> Tensor:
-    """Pack ``codes`` along their last dim into words of dtype ``kind``: the inverse of unpacking by ``along``."""
+    """Pack integer ``codes`` along their last dim into words of dtype ``kind``, the inverse of the unpacking that
+    ``along`` describes.
+    """
     if kind != torch.int32:
         return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8).view(kind)
     bits = 32 * along.words // along.entries

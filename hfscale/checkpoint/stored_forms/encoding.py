@@ -33,7 +33,9 @@ _OWN = {"values", "scales", "zeros"}  # stored tensors that have entries for eac
 
 @dataclass(frozen=True)
 class Codes:
-    """Hold blocks of codes ``[rows, height, columns, width]`` with their scales and zero points ``[rows, columns]``."""
+    """Hold a quantized matrix in blocks of ``height`` by ``width`` codes: codes ``[rows, height, columns, width]``,
+    with one scale (and zero point) per block, ``[rows, columns]``, where ``rows`` and ``columns`` count blocks.
+    """
 
     values: Tensor
     scales: Tensor
@@ -41,8 +43,8 @@ class Codes:
 
 
 class QuantizedAgain:
-    """Quantize tensors of a plain checkpoint like the checkpoint in ``directory``, whose quantization format is
-    ``form``; without ``form``, keep tensors unchanged.
+    """Quantize the tensors of an unquantized checkpoint again, like the quantized checkpoint in ``directory``, whose
+    quantization format is ``form``. Without ``form``, keep tensors unchanged.
     """
 
     def __init__(self, directory: Path | None = None, form: StoredForm | None = None) -> None:
@@ -112,7 +114,9 @@ def refuse_other_forms(form: StoredForm) -> None:
 
 
 def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:
-    """Return the stored tensors, by role, of a weight that now has the values ``value``; raise if its shape differs."""
+    """Quantize ``value``, the new values of a stored weight, in the weight's format; return its stored tensors by name
+    (``values``, ``scales``, ...). Raise :class:`CheckpointError` if the shape has changed.
+    """
     if tuple(value.shape) != weight.shape:
         raise CheckpointError(
             f"a weight has the shape {weight.shape} in the checkpoint and {tuple(value.shape)} in the model: save the "
@@ -165,8 +169,8 @@ def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:
 def _encode_rows(
     weight: DequantizedOnDisk, spans: Box, now: Tensor, whole: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return the stored tensors of the slice ``spans``, which now has the values ``now``, by role. ``whole`` is the new
-    scale of the full tensor, or ``None`` if this scale has not changed.
+    """Quantize ``now``, the new values of a weight's slice ``spans``; return its stored tensors by name (``values``,
+    ``scales``, ...). ``whole`` is the new scale of the full tensor, or ``None`` if this scale has not changed.
     """
     parts = weight.parts
     columns = now.shape[1]
@@ -255,7 +259,10 @@ def _blocks(tensor: Tensor, height: int, width: int, fill: bool = False) -> Tens
 def _quantized(
     weight: DequantizedOnDisk, blocks: Tensor, like: Codes, whole: Tensor | None
 ) -> Codes:
-    """Quantize blocks ``[rows, height, columns, width]`` of float32 values, to the dtypes of ``like``."""
+    """Quantize float32 values to the dtypes of the old codes and scales ``like``. The values are blocks of a matrix,
+    ``[rows, height, columns, width]``, where ``rows`` and ``columns`` count blocks. ``whole`` is the scale of the full
+    tensor, if the format has one.
+    """
     most = blocks.abs().amax((1, 3))
     if like.values.dtype.is_floating_point:
         return _float8(blocks, most, like)
@@ -271,7 +278,9 @@ def _quantized(
 
 
 def _float8(blocks: Tensor, most: Tensor, like: Codes) -> Codes:
-    """Quantize to 8-bit floating point, like transformers' quantizer on a GPU."""
+    """Quantize blocks to 8-bit floating point, like transformers' quantizer on a GPU. ``most`` is the largest absolute
+    value of each block; ``like`` has the dtypes of codes and scales.
+    """
     top = torch.finfo(like.values.dtype).max
     kind = like.scales.dtype
     factor = torch.where(
@@ -292,7 +301,9 @@ def _float8(blocks: Tensor, most: Tensor, like: Codes) -> Codes:
 
 
 def _integers(blocks: Tensor, most: Tensor, top: int, like: Codes) -> Codes:
-    """Quantize to integers from ``-top`` to ``top - 1``, like compressed-tensors."""
+    """Quantize blocks to integers from ``-top`` to ``top - 1``, like compressed-tensors. ``most`` is the largest
+    absolute value of each block; ``like`` has the dtypes of codes and scales.
+    """
     if like.zeros is None:
         scales = most / (top - 0.5)
         zeros = torch.zeros_like(most)
