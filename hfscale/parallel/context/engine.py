@@ -27,7 +27,11 @@ from .cut_batch import CAUSAL, MASKED, SKIPPED, CutBatch, MaskBlocks
 from .kernels import Kernel, ScoreBlock, finite, joined
 
 Backward = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""``(rank, k, v)`` -> this rank's terms of the gradients of rank ``rank``'s k and v, summed in 32 bits at least."""
+"""Type of the function that runs the backward pass over one rank's keys and values.
+
+``(rank, k, v)``: a context rank, and its keys and values. Returned are this rank's terms of the gradients of ``k`` and
+``v``, summed in at least 32 bits.
+"""
 
 
 class Source(Protocol):
@@ -183,7 +187,9 @@ def _merged(
 
 
 def _in_order(sums: dict[int, Tensor], pieces: Sequence[Tensor]) -> Tensor:
-    """Concatenate the gradients ``sums`` of a tensor's ``pieces``; a piece without a gradient gets zeros."""
+    """Concatenate the gradients of a tensor's intervals of tokens: ``sums[i]`` for ``pieces[i]``, or zeros if it has
+    none.
+    """
     return joined(
         [sums[i] if i in sums else torch.zeros_like(piece) for i, piece in enumerate(pieces)]
     )
@@ -201,7 +207,7 @@ class OwnBlocks:
         yield 0, k, v
 
     def gradients(self, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, Tensor]:
-        """Return this rank's gradients; see :class:`Source`."""
+        """Return the gradients of this rank's keys and values for this rank's queries; see :class:`Source`."""
         return backward(0, k, v)
 
 

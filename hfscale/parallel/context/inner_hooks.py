@@ -35,13 +35,20 @@ _BY_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embeddings whose frequencies depend on the largest position (Peng et al. 2023; Ding et al. 2024)."""
 
 _BIASES = ("alibi", "position_bias")
-"""Arguments that hold a bias per key of the full sequence, ``[heads, 1, tokens]``. They are not gathered again, even
-where a rank has one token: the dim of size 1 does not index tokens.
+"""Names of arguments that hold an attention bias per key of the full sequence, ``[heads, 1, tokens]``.
+
+These arguments have all tokens already, so they are not gathered over context ranks. Their dim of size 1 does not index
+tokens, even if a rank has one token.
 """
 
 
 class WholeSequences:
-    """Run a token mixer on full sequences. ``current`` returns the sequences of the current, or recomputed, pass."""
+    """Run a token mixer (a module that mixes tokens) on full sequences: gather its inputs, and keep this rank's tokens
+    of its output.
+
+    ``current`` returns the batch of the running forward pass, or of the first forward pass of a layer that is
+    recomputed.
+    """
 
     def __init__(
         self, gather: Gather, current: Callable[[], CutBatch | None] = current_batch
@@ -50,7 +57,10 @@ class WholeSequences:
         self._current = current
 
     def install(self, module: nn.Module, reads_masks: bool = False) -> list[Any]:
-        """Install hooks on a mixer, or on attention in a family's own code that ``reads_masks``; return the handles."""
+        """Install hooks that run ``module`` on full sequences, and return the hooks' handles.
+
+        ``reads_masks``: the module is attention in a family's own code, which gets transformers' mask of all tokens.
+        """
         running: list[CutBatch | None] = []
 
         def before(
@@ -123,9 +133,10 @@ def _on_tokens(value: Any, tokens: int, change: Callable[[Tensor], Tensor]) -> A
 
 
 def _padding(value: Tensor | None, batch: CutBatch) -> Tensor | None:
-    """Return the padding mask of all tokens, in the dtype of ``value``.
+    """Return the padding mask of all tokens, in the dtype of the given mask ``value`` (boolean if ``value`` is
+    ``None``).
 
-    Return ``None`` if there is neither padding nor a ``value``.
+    If the batch has no padding, return ones for a given mask, and ``None`` for ``None``.
     """
     if batch.padding is None:
         return None if value is None else value.new_ones(len(value), batch.split.total)
@@ -140,7 +151,10 @@ def read_alone(
 
 
 def counting_tables(model: nn.Module) -> list[nn.Module]:
-    """Return position embeddings that number their input's tokens; none if ``model`` takes ``position_ids``."""
+    """Return the position embeddings that count positions from the first token of their input.
+
+    Return an empty list if ``model`` takes ``position_ids``, which it passes to its position embeddings.
+    """
     if takes_argument(model, "position_ids"):  # which the model passes to the position embeddings
         return []
     tables = list[nn.Module]()
@@ -212,8 +226,11 @@ def _own_positions(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def cut_inside(text: nn.Module, learned: Callable[[CutBatch], None] = learn) -> Any:
-    """Install a hook that selects this rank's tokens from the inputs of ``text``, which are for full sequences. Return
-    the hook's handle. ``learned`` is called with the batch and the positions that the outer model has computed.
+    """Install a hook on ``text``, the text model of a multimodal model, that selects this rank's tokens from its
+    inputs.
+
+    The multimodal model calls ``text`` with full sequences. ``learned`` is called in each pass with the batch,
+    including the positions that the multimodal model has computed. Returned is the hook's handle.
     """
     names = list(inspect.signature(text.forward).parameters)
 

@@ -123,7 +123,7 @@ class ScoreKernel:
         v: Tensor,
         block: ScoreBlock,
     ) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp."""
+        """Return the output of attention over the block's keys, and the log-sum-exp of each query's scores."""
         out, lse = zip(
             *(
                 self._forward(q[:, :, rows], k, v, block.of_rows(rows))
@@ -188,7 +188,11 @@ class ScoreKernel:
         v: Tensor,
         block: ScoreBlock,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradient of some query rows, and these rows' terms of k's and v's gradients, in scores' dtype."""
+        """Return the gradient of some query rows, and the terms that these rows add to the gradients of ``k`` and
+        ``v``.
+
+        The gradient of the rows is in the dtype of ``q``; the terms are in the dtype of the scores, at least 32 bits.
+        """
         scores, slope = self._scores(q, k, block)
         wide = scores.dtype
         grad_ = _grouped(grad, k).to(wide)

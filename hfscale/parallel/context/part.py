@@ -1,4 +1,6 @@
-"""Install context parallelism into a model: the part of the runtime for ``cp_size > 1``."""
+"""Install context parallelism (``cp_size > 1``) into a model: hooks for forward passes, steps and the sharding of
+batches.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -154,7 +156,7 @@ class ContextParallel(Part, ContextAxis):
         )
 
     def _record_positions(self, batch: CutBatch) -> None:
-        """Record the batch with the positions that the outer model passes to its text model."""
+        """Record the batch with the positions that a multimodal model has computed for its text model."""
         learn(batch)
         if self._passes is not None:
             self._passes.begin(batch)

@@ -36,8 +36,8 @@ class Compressor:
         group: the process group of the replicas.
         sizes: the shapes of the buffer's parameters, in order.
         rank: rank of low-rank factors, the layout's ``powersgd_rank``.
-        seed: a number that differs between buffers.
-        unit: returns the loss scale.
+        seed: the seed of the compressor's random numbers, different for each buffer.
+        unit: returns the factor on the loss before its backward pass, by which the gradients are multiplied.
     """
 
     # default rank of the factors; ``None`` if the compressor has no factors

@@ -69,9 +69,9 @@ def _gathered(wrapped: Sequence[FSDPModule]) -> list[FSDPModule]:
 
 @contextmanager
 def as_shards(wrapped: Sequence[FSDPModule]) -> Iterator[None]:
-    """Reshard the weights for the ``with`` block, and gather again afterwards those that were gathered before.
+    """Reshard all weights for the ``with`` block; gather again at its end the weights that were gathered at its start.
 
-    Values that are set inside the block are therefore part of the weights gathered for a pending backward pass.
+    If the block changes weights, a pending backward pass therefore reads the changed weights.
     """
     gathered = _gathered(wrapped)
     reshard(wrapped)
@@ -83,7 +83,10 @@ def as_shards(wrapped: Sequence[FSDPModule]) -> Iterator[None]:
 
 
 def refuse_calls_past_the_model(model: Any) -> None:
-    """Refuse direct calls of the base model: FSDP2 gathers weights around the layers only if the model is called."""
+    """Make a direct call of the base model, past the model with its head, raise :class:`ConfigError`.
+
+    FSDP2 gathers the weights that are in no layer, such as the embedding's, only if the model itself is called.
+    """
     inside = getattr(model, "base_model", model)
     if inside is model:
         return
@@ -162,7 +165,8 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) 
 
     - ``"bf16"``: FSDP2 computes in bfloat16; master weights, reduced gradients and optimizer state keep the parameters'
       own dtype.
-    - ``"no"``: dtypes are unchanged. Families for which autocast is used instead are treated the same way.
+    - ``"no"``: FSDP2 changes no dtypes. The same holds for models with float64 parameters, and for families whose mixed
+      precision is left to autocast.
     - ``"bf16_params"``: FSDP2 casts neither the inputs of layers nor the parameters that transformers keeps in float32.
     """
     assert mesh.device_mesh is not None
@@ -250,7 +254,9 @@ def _layers(
     plan: Plan,
     mesh: Mesh,
 ) -> tuple[list[Any], list[Any]]:
-    """Return this rank's layers outside of towers, and the modules borrowed from a layer of another stage."""
+    """Return two lists of modules on this rank: its layers that are not inside a vision or audio tower, and modules of
+    the first layer that are also held by this rank because later layers need their results.
+    """
     towers = plan.feature(TowersPlan)
     loans = plan.stages.loans if plan.stages is not None else ()
     local = [layer for layer in plan.layers if plan.is_local(mesh.pp_rank, layer)]
@@ -355,7 +361,8 @@ def forgotten_if_it_raises(model: nn.Module) -> Iterator[None]:
 def one_reduction(model: Any, *, backward: bool, regather: bool) -> Iterator[None]:
     """Gather weights once for all passes inside the ``with`` block, and reduce gradients once at the end of the block.
 
-    With ``regather``, layers are resharded after every pass; weights around the layers stay gathered.
+    With ``regather``, a layer's weights are gathered for each pass and resharded after it; weights that are in no layer
+    stay gathered.
     """
     model.set_requires_gradient_sync(False)
     model.set_is_last_backward(False)

@@ -43,8 +43,10 @@ class ChoiceBias:
 
 
 def choice_biases(runtime: Runtime) -> dict[str, str]:
-    """Return, by the experts' name with ``*`` for layer numbers, the name of the router's bias within the MoE block.
-    Raise :class:`ConfigError` for a model without such biases.
+    """Return the name of the router's bias inside each kind of MoE block. The key is the name of the block's experts,
+    with ``*`` in place of layer numbers.
+
+    Raise :class:`ConfigError` for a model whose routers have no bias that is used only for choosing experts.
     """
     kind = stock_class(runtime.model)
     biases: dict[str, str] = ask("choice bias", runtime.model, stock=kind, kind=kind)

@@ -119,7 +119,9 @@ class Routing:
             self._move_biases()
 
     def note_scale(self, scale: float) -> None:
-        """Set the factor of the latest pass's router-loss gradients, on a stage that does not compute the loss."""
+        """Set the factor on the loss for the router losses of the latest pass. A pipeline stage without the model's
+        loss calls this, since its router losses get no gradient from the loss.
+        """
         if self.passes is not None and self.passes.latest.loss is not None:
             self.passes.latest.scale = scale
 
@@ -148,7 +150,9 @@ class Routing:
 
 @dataclass
 class LayerRouting:
-    """Choose, limit and count the routes of one layer."""
+    """Choose the experts of one layer's tokens, drop tokens beyond an expert's capacity, and count the tokens of each
+    expert.
+    """
 
     planned: ExpertsPlan
     number: int  # the layer's index among the model's MoE layers
@@ -197,7 +201,7 @@ class LayerRouting:
         )
 
     def count(self, counts: Sequence[int] | Tensor) -> None:
-        """Count the routes that this rank sent to each expert."""
+        """Add to the layer's counts how many tokens this rank sent to each expert."""
         if not recomputing() and (self.mesh.layout.slices_tokens or self.is_first):
             self.counter.add(counts)
 
@@ -237,7 +241,7 @@ class LayerRouting:
     def _limited(
         self, choice: Choice, capacity: float, now: Pass, own: "_OwnTokens", counts: bool
     ) -> Choice:
-        """Drop the routes beyond the capacity of their experts."""
+        """Drop the assignments of tokens to experts that exceed the experts' capacity."""
         count = self.planned.count
         index = choice.index.view(*own.real.shape, choice.index.shape[1])
         kept, places = self._routes_within_capacity(capacity, index, now, own)
@@ -293,8 +297,8 @@ class LayerRouting:
     ) -> tuple[Tensor, Tensor]:
         """Return each token's experts (``index``) and their weights, chosen by the router that the options name.
 
-        Every tensor rank draws random numbers for all tokens and uses those of its own tokens, so all ranks draw the
-        same numbers.
+        For routers with random numbers, every tensor rank draws the same numbers for all tokens, and uses the numbers
+        of its own tokens.
         """
         options, (samples, tokens) = self.options, now.real.shape
         if options.router == "switch":
@@ -336,8 +340,10 @@ class LayerRouting:
     def _routes_within_capacity(
         self, factor: float, index: Tensor, now: Pass, own: "_OwnTokens"
     ) -> tuple[Tensor, Tensor]:
-        """Return which routes ``[b, s, k]`` are within the capacity, and every route's place in its expert's
-        queue, counted over the tokens of all tensor ranks.
+        """Return, for each token and each of its ``k`` experts, whether the expert's capacity suffices, and how many
+        tokens precede the token at this expert. Both are ``[b, s, k]``.
+
+        Precedence is counted over the tokens of all tensor ranks.
         """
         count = self.planned.count
         whole = index.where(own.real.unsqueeze(-1), count)  # padding uses no capacity
@@ -355,8 +361,10 @@ class LayerRouting:
         return own.take_rows(kept), own.take_rows(places)
 
     def _shapes(self, now: Pass) -> list[tuple[int, int]]:
-        """Return samples and tokens of the batch of each rank that sends tokens to this rank's experts. Ranks exchange
-        these numbers once per forward pass.
+        """Return, for each rank that sends tokens to this rank's experts, the batch size and the number of tokens per
+        sequence.
+
+        Ranks exchange these numbers once per forward pass.
         """
         group = self.mesh.expert_reports
         if not now.shapes and group is not None:  # on the host, without a device synchronization
@@ -381,8 +389,9 @@ class _OwnTokens:
 
 @dataclass
 class LayerCounter:
-    """Count a layer's routes on one rank, without a device synchronization. If several ranks would count the same
-    tokens, only one of them counts.
+    """Count, on one rank and without a device synchronization, the tokens that one layer sends to each expert.
+
+    If several ranks would count the same tokens, only one of them counts.
     """
 
     count: int  # number of experts
@@ -400,11 +409,13 @@ class LayerCounter:
         self.numbers = None
 
     def add(self, counts: Sequence[int] | Tensor) -> None:
-        """Add ``counts [experts]``, routes to each expert."""
+        """Add ``counts [experts]``, the numbers of tokens sent to each expert, to the layer's counts."""
         self.counts = self.counts + torch.as_tensor(counts)
 
     def add_numbers(self, place: int, *values: Tensor) -> None:
-        """Add ``values`` to the entries of ``numbers`` from index ``place`` on."""
+        """Add ``values`` to the layer's statistics (dropped tokens, balance loss, z-loss, tokens without padding), from
+        index ``place`` on.
+        """
         if self.numbers is None:
             self.numbers = torch.zeros(NUMBERS, dtype=torch.float64, device=values[0].device)
         self.numbers[place : place + len(values)] += torch.stack(
@@ -412,7 +423,7 @@ class LayerCounter:
         )
 
     def total(self, device: torch.device) -> Tensor:
-        """Return ``counts`` and ``numbers`` as one tensor ``[experts + 4]``."""
+        """Return the tokens of each expert and the layer's four statistics as one tensor ``[experts + 4]``."""
         given = torch.as_tensor(self.counts).to(device, non_blocking=True)
         counts = torch.zeros(self.count, dtype=torch.float64, device=device) + given
         return torch.cat(

@@ -50,7 +50,7 @@ class LayerLoad:
 
     @property
     def dropped_share(self) -> float:
-        """Dropped routes over all routes."""
+        """The fraction of all assignments of a token to an expert that were dropped because of the capacity."""
         return self.dropped / max(1, self.dropped + sum(self.tokens))
 
 

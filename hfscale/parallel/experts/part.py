@@ -1,4 +1,4 @@
-"""Install expert parallelism and the routing of MoE layers into a model: two parts of the runtime."""
+"""Install expert parallelism, and the routing of MoE layers, into a model."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +15,9 @@ class ExpertParallel(Part):
     """Replace the forward of expert modules by one that exchanges tokens with the experts of other ranks."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Install the token exchange. This part comes before tensor parallelism, whose hooks may replace parameters."""
+        """Install the token exchange. Call this before tensor parallelism is installed, whose hooks may replace
+        parameters.
+        """
         routing = install_experts(runtime, runtime.options.routing)
         part = runtime.part(ExpertRouting)
         if part is not None:
@@ -35,7 +37,9 @@ class ExpertRouting(Part):
         return self.routing is not None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Install hooks on the model's forward passes. This part comes after the hooks of random streams."""
+        """Install hooks on the model's forward passes. Call this after the hooks that seed the ranks'
+        random numbers.
+        """
         if self.routing is not None and self.routing.passes is not None:
             self.routing.passes.install(runtime.model)
 
