@@ -20,9 +20,10 @@ if TYPE_CHECKING:  # a plan is data: nothing here computes
 
 @dataclass(frozen=True)
 class Feature:
-    """Hold the plan of one feature of a layout as numbers and names, in addition to cuts and reductions of parameters.
-    The code that runs the feature gets the plan with :meth:`PlanContents.feature`, by the plan's class. Tables and
-    programs read the plans of all features.
+    """Hold what is planned for one feature of a layout (recomputation, offload ...), as numbers and names.
+
+    How parameters are sharded is planned elsewhere, in :class:`ParameterPlan`. Code that runs the feature gets this
+    object from :meth:`PlanContents.feature`, by its class. Tables and programs read these objects of all features.
     """
 
     def describe(self, plan: "PlanContents") -> list[str]:
@@ -121,7 +122,7 @@ class PlanContents:
 
     @property
     def quantized_weights(self) -> tuple[str, ...]:
-        """Names of the parameters that are held in 4 or 8 bits, or as stored."""
+        """Names of the parameters that are quantized: to 4 or 8 bits, or as in their checkpoint."""
         return () if self.quantized is None else self.quantized.weights
 
     @cached_property
@@ -131,7 +132,9 @@ class PlanContents:
 
     @property
     def lookup_shape(self) -> tuple[int, int] | None:
-        """The shape of the weight of :attr:`lookup`: vocabulary size and width."""
+        """The shape of the weight of the input embedding: vocabulary size and width; ``None`` if there is no such
+        embedding.
+        """
         table = self.by_name.get(f"{self.lookup}.weight")
         return None if table is None else (table.shape[0], table.shape[1])
 
@@ -202,8 +205,11 @@ class PlanContents:
         )
 
     def local_names(self, rank: int) -> dict[str, str]:
-        """Return, for the owned parameters on pipeline rank ``rank``, their names on this rank. A name differs if the
-        rank holds a tied tensor only under its second name.
+        """Return the names of the parameters that pipeline rank ``rank`` holds: from the name in the plan to the name
+        on this rank.
+
+        A tied tensor has its first name in the plan. On a rank that holds it only under its second name, the name
+        differs.
         """
         if rank not in self._local_names:
             names: dict[str, str] = {}
@@ -218,13 +224,14 @@ class PlanContents:
         return {}
 
     def primary_rank(self, name: str) -> int:
-        """Return the pipeline rank that counts and saves an owned parameter: the rank of the parameter's first
-        stage.
+        """Return the pipeline rank that counts and saves parameter ``name``: the rank of the first stage that holds it.
+
+        ``name`` is the first name of a tied tensor.
         """
         return 0 if self.stages is None else self.stages.ranks[self._stages_with(name)[0]]
 
     def holders(self, name: str) -> tuple[int, ...]:
-        """Return all pipeline ranks that hold an owned parameter, ascending."""
+        """Return all pipeline ranks that hold parameter ``name``, ascending; several ranks may hold a tied tensor."""
         return (
             (0,)
             if self.stages is None
@@ -242,7 +249,7 @@ class PlanContents:
         return sum(prod(planned.shape) for planned in self.owned())
 
     def owned(self) -> tuple[ParameterPlan, ...]:
-        """Return the parameters without the second names of tied tensors."""
+        """Return each parameter once: a tied tensor under its first name."""
         return self._owned
 
     @cached_property

@@ -1,5 +1,6 @@
-"""Hold the plan of each feature of a layout, in addition to cuts and reductions of parameters: one frozen class
-each.
+"""Hold, for each feature of a layout, what is planned: one frozen class for each feature.
+
+How parameters are sharded and their gradients reduced is planned elsewhere.
 """
 
 from collections.abc import Sequence
@@ -61,8 +62,10 @@ def recomputed(plan: PlanContents) -> RecomputePlan:
 BLOCK = 256  # entries per scale
 BYTES = 1 + 4 / BLOCK  # bytes per entry, including the entry's fraction of the scale
 FEW = 16
-"""Tensors that are smaller than the layer's input by this factor stay exact: log-sum-exps and statistics of norms, by
-which other values are divided, rotary tables, and router logits."""
+"""If activations are saved in 8 bits, tensors with at most 1/16 as many entries as the layer's input stay exact.
+
+These are log-sum-exps and statistics of norms, by which other values are divided, rotary tables, and router logits.
+"""
 
 
 @dataclass(frozen=True)
@@ -111,9 +114,9 @@ def offloaded(plan: PlanContents) -> OffloadPlan:
 
 
 def refuse_aside(name: str, asked: str = "offload_optimizer=True") -> None:
-    """Raise :class:`ConfigError` for an optimizer that cannot update weights in separate copies.
+    """Raise :class:`ConfigError` if the optimizer ``name`` cannot update copies of the weights in place of the weights.
 
-    The option ``asked`` needs such copies.
+    The option ``asked`` needs such copies, for example on the CPU.
     """
     if name in ("adafactor", "muon"):
         raise ConfigError(

@@ -30,15 +30,22 @@ def share_out(
     accepts: Callable[[int], bool],
     towers: bool = False,
 ) -> list[dict[str, Any]]:
-    """Split the given batches into the microbatches of one step.
+    """Split the batches ``given`` to a training step into its microbatches.
 
     If several batches are given and the schedule accepts their number, each batch is one microbatch. Otherwise each
-    batch is split along its first dim into ``wanted`` equal microbatches. By default this is the largest number that
-    rows and schedule allow, up to four microbatches per stage. Tensors with as many rows as ``input_ids`` are split;
+    batch is split along its first dim into equal microbatches. Tensors with as many rows as ``input_ids`` are split;
     all other values go to every microbatch.
 
+    Args:
+        given: the batches.
+        wanted: number of microbatches into which each batch is split; batches are not split if it is their number.
+            ``None``: the largest number that rows and schedule allow, up to four microbatches per stage.
+        pp_size: number of pipeline ranks.
+        accepts: returns whether the schedule can run a number of microbatches.
+        towers: whether the model has vision or audio towers, whose inputs cannot be split by row.
+
     Raises:
-        ConfigError: the rows cannot be split evenly, or a batch that must be split has images or sounds for ``towers``.
+        ConfigError: the rows cannot be split evenly, or a batch that must be split has images or sounds.
     """
     count = len(given)
     if wanted == count or (wanted is None and count > 1 and accepts(count)):
@@ -150,7 +157,9 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 class _Seen(Exception):
-    """Signal that the decoder was called, to end the forward pass."""
+    """Signal that an encoder-decoder's decoder was called, to end the forward pass: the call's input is all that is
+    needed.
+    """
 
 
 def targets_of(batch: Batch) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Install pipeline parallelism: a part that replaces the runtime's executor."""
+"""Install pipeline parallelism: replace the loop over microbatches by a pipeline of stages."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from .run import Pipeline
 
 
 class PipelineStages(Part):
-    """Run a model's pipeline stages by an executor of their own."""
+    """Run a model's training and evaluation steps through pipeline stages."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Replace the local loop by a :class:`Pipeline`, which runs this rank's stages."""

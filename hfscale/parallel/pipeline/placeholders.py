@@ -103,7 +103,7 @@ class _Placeholder(nn.Module):
         self.training = absent.training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``forward`` without hooks, which run on the stage that holds the module.
+        """Call ``forward`` without the module's hooks, which run only on the stage that holds the real module.
 
         Raises:
             ConfigError: the call is outside of a stage's pass.
@@ -131,7 +131,7 @@ class _Placeholder(nn.Module):
         return attribute
 
     def keep(self, path: str) -> None:
-        """Keep the submodule at ``path`` of the absent module, under the same name."""
+        """Keep one submodule, at ``path`` inside the replaced module: the placeholder holds it under the same path."""
         child, _, rest = path.partition(".")
         module = getattr(self._absent, child)
         if rest:
@@ -142,7 +142,7 @@ class _Placeholder(nn.Module):
             own_modules(self)[child] = module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Placeholder":
-        """Copy the placeholder; the copy shares the absent module and the stage's state.
+        """Copy the placeholder; the copy shares the replaced module and the stage's state.
 
         PEFT makes such copies of a head that is trained in full.
         """

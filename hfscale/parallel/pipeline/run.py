@@ -217,7 +217,10 @@ class Pipeline(Executor):
         return rank_programs(actions)[self._rank]
 
     def numbers_to_compare(self, train: bool) -> tuple[list[int], list[Tensor]]:
-        """Return this rank's report for the exchange at the beginning of a step; see :mod:`.agreement`."""
+        """Return what this rank reports before a step: which of its stages train, and the state of tied tensors.
+
+        :mod:`.agreement` describes these integers.
+        """
         return self._agreement.numbers_to_compare(train)
 
     def expect(self, trailing: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -229,7 +232,9 @@ class Pipeline(Executor):
         self._agreement.alone = True
 
     def compare_numbers(self, told: list[list[int]]) -> None:
-        """Read, before a step, the reports of all ranks that receive the same batch."""
+        """Read what all ranks with the same batch reported before a step: which stages train, and the state of tied
+        tensors.
+        """
         self._agreement.compare_numbers(told)
 
     def _set_training_stages(self, backward: bool) -> None:
@@ -315,7 +320,11 @@ class Pipeline(Executor):
         return torch.Size((*leading, *tail)), dtype
 
     def _leading(self, stage: int, batch: Microbatch) -> tuple[int, int]:
-        """Return the numbers of samples and tokens of a stage's input; of sharded tokens, only this rank's count."""
+        """Return the numbers of samples and of tokens per sample in the hidden states that a stage receives on this
+        rank.
+
+        If hidden states are sharded along the sequence, only this rank's tokens count.
+        """
         samples, tokens = hidden_shape(batch)
         if self._stages.stacks is not None:
             return samples, tokens + targets_of(batch)[1] * self._stages.arrives(stage)[1]

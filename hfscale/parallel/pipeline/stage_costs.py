@@ -25,7 +25,7 @@ _BACKWARD = 3
 
 @dataclass(frozen=True)
 class Cost:
-    """Hold the cost of a part of a model."""
+    """Hold the FLOPs per token, and the number of parameters, of one or more modules of a model."""
 
     flops: int = 0  # FLOPs of the part's forward pass per token; a multiplication and an addition count as two
     parameters: int = 0  # the number of the part's parameters
@@ -40,7 +40,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Hold the costs of a model's parts."""
+    """Hold the cost (FLOPs, parameters) of each layer of a model, of the modules before and after the layers, and of
+    the modules on every stage.
+    """
 
     before: Cost  # modules before the first layer
     layers: tuple[Cost, ...]  # each layer

@@ -52,7 +52,11 @@ def stage_problem(draft: Draft, what: str, instead: str = "pp_size=1") -> None:
 
 @dataclass(frozen=True)
 class LayersSeen:
-    """Hold the trace of a run through a list of layers; fields are those of a probe in :mod:`hfscale.extras.proofs`."""
+    """Record in which part of a forward pass modules and parameters were used: before, between or after the layers of a
+    list.
+
+    Fields are those of a probe in :mod:`hfscale.extras.proofs`.
+    """
 
     phases: Mapping[str, set[str]]
     returns: int | None
@@ -62,7 +66,12 @@ class LayersSeen:
 
 
 def see_passage(draft: Draft, layer_list: str, items: Iterable[str]) -> LayersSeen | None:
-    """Trace a run of the model, or of a tiny clone if its code reads values; ``None`` if neither can be traced."""
+    """Trace a forward pass through the layers of ``layer_list``, and return when each of ``items`` (modules,
+    parameters) is used.
+
+    The pass is one of the model itself or, if the model's code reads values of tensors, of a tiny copy of the model. If
+    neither can be traced, record a problem and return ``None``.
+    """
     facts = ask("passage", draft.model, layer_list, layer_list=layer_list, items=list(items))
     if failure := facts["failure"]:
         stage_problem(
@@ -78,9 +87,11 @@ def see_passage(draft: Draft, layer_list: str, items: Iterable[str]) -> LayersSe
 def note_obstacles(
     draft: Draft, layer_list: str, seen: LayersSeen, read: Collection[str] = ()
 ) -> tuple[Loan, ...]:
-    """Record as problems the obstacles between layers, and the modules that all layers ``read``.
+    """Record as problems what keeps a list of layers from being divided into stages: the obstacles that a trace has
+    found, and the modules that all layers ``read``.
 
-    If layers need a module of the first layer, return the loan of this module in place of a problem.
+    If an obstacle is that all layers need the result of one module of the first layer, and every stage can hold this
+    module as a tied tensor, return the module as a :class:`Loan` in place of this problem.
     """
     loan = find_loan(draft.model, layer_list) if GIVEN in seen.obstacles else None
     for obstacle in seen.obstacles:
@@ -139,7 +150,10 @@ def _phases(
     item: str,
     tensors: dict[str, set[int]],
 ) -> set[str]:
-    """Return the phases in which ``item`` is used; record a problem if it can be neither on one stage nor on all."""
+    """Return when ``item``, a module or parameter, is used in a forward pass: before, between or after the layers.
+
+    Record a problem if ``item`` can be neither on one stage nor on all stages.
+    """
     phases = seen.phases.get(item, set())
     held = tensors[item]
     towers = draft.feature(TowersPlan)
@@ -259,7 +273,9 @@ def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> StageInpu
 def _traced_lists(
     draft: Draft, lists: list[str], around: Sequence[list[str]], stacks: TwoStacks
 ) -> tuple[tuple[LayersSeen, LayersSeen], tuple[Loan, ...]] | None:
-    """Trace a run through both layer lists; return the traces and the loans of first layers, ``None`` on problems."""
+    """Trace a forward pass through the layers of the encoder and of the decoder. Return both traces, and the modules of
+    a first layer whose results all layers of its list need (loans). Return ``None`` if there are problems.
+    """
     encoding, decoding = (
         see_passage(draft, path, items) for path, items in zip(lists, around, strict=True)
     )
@@ -277,7 +293,9 @@ def _check(
     phases: set[str],
     held: Mapping[str, set[int]],
 ) -> None:
-    """Record a problem if an item cannot be on a single stage."""
+    """Record a problem if ``item``, a module or parameter outside the layers, is used between layers or not at all, and
+    so can be on no single stage.
+    """
     if "between" in phases:
         stage_problem(draft, f"{item} is used between layers, so every stage would need it")
     elif not phases and not held[item] <= {

@@ -191,9 +191,11 @@ def play(
         bool,
     ],
 ) -> list[list[Action]]:
-    """Call ``run`` with every rank's next piece, in turn, until no piece can run.
+    """Let the ranks of a pipeline take turns: call ``run(rank, actions)`` for each rank, with the rank's next action or
+    pair of actions that begin together, until no rank can continue.
 
-    ``run`` returns whether the piece ran. Return, per rank, the piece at which the rank is stuck; empty if it finished.
+    ``run`` returns whether the actions ran. Return, per rank, the actions that could not run; empty if the rank
+    finished.
     """
     waiting = [deque(pieces_of(actions)) for actions in order]
     moved = True

@@ -39,7 +39,9 @@ _RESULTS = {
 # The results that each kind of step adds to its rank, as (offset of the result's stage, result).
 _RESULTS |= dict.fromkeys(GRADIENT, (0, "gradient"))
 Step = tuple[str, int, int]
-"""One step of a program: a kind of action or one of the transfers above, the stage, and the microbatch."""
+"""One step of a rank's program: what it does (a kind of action, or a send or receive of an activation or gradient), the
+stage, and the microbatch.
+"""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LENGTH = 6  # number of integers in an announcement: dtype, number of trailing dims, the dims
 _Kind = tuple[tuple[int, ...], torch.dtype]
@@ -102,7 +104,9 @@ def run_program(program: Sequence[Step], workers: Mapping[int, "StageWorker"]) -
 
 
 def _steps(piece: Sequence[Action], homes: Mapping[int, int]) -> Iterator[tuple[int, Step]]:
-    """Yield (rank, step) for the actions of a piece, then for the sends of results and the matching receives."""
+    """Yield (rank, step) for one action or for a pair of actions that begin together, then for the sends of their
+    results and the matching receives.
+    """
     for action in piece:
         yield homes[action.stage], (action.kind, action.stage, action.microbatch)
     for action in piece:
@@ -130,7 +134,9 @@ class ActivationTypes:
         self._expected: _Kind | None = None
 
     def expect(self, trailing: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Assume these trailing dims and this dtype for all received hidden states, without an announcement."""
+        """Assume these trailing dims and this dtype for all received hidden states, instead of receiving them from the
+        sending stage.
+        """
         self._expected = trailing, dtype
 
     def announce(

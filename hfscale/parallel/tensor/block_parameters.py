@@ -1,4 +1,7 @@
-"""Derive from a block's role how each of its parameters is sharded, or why the block cannot be sharded."""
+"""Derive how each parameter of a block is sharded, or why the block cannot be sharded.
+
+The blueprint says which of the block's projections are column-parallel, row-parallel or replicated.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -184,7 +187,11 @@ def _share_rest(block: PlacedBlock) -> Iterator[str]:
 
 
 def _refuse_writers(draft: Draft, path: str, module: Any) -> None:
-    """Refuse to replicate a module that may read or write the block's output."""
+    """Add a problem if a module that the blueprint does not mention may read or write the block's output.
+
+    Such a module cannot be replicated: it would read a partial sum over tensor ranks, or every rank would add its
+    output.
+    """
     weight = own_parameters(module).get("weight")
     hidden = first_count(text_config(draft.config), ("hidden_size",))
     if weight is None or weight.ndim not in (1, 2) or weight.shape[0] != hidden:
@@ -203,7 +210,10 @@ def _refuse_writers(draft: Draft, path: str, module: Any) -> None:
 
 
 def _refuse_roleless(block: PlacedBlock) -> None:
-    """Refuse parameters without a role if the block's input enters at the block's own module."""
+    """Add a problem for parameters of a block that the blueprint does not mention.
+
+    This applies to blocks whose input is the input of the block's module itself, not of modules inside the block.
+    """
     draft = block.draft
     role = block.role
     if role.enter != ("",):

@@ -1,4 +1,8 @@
-"""Plan the tensor-parallel blocks: match modules with the blueprint's roles, and shard their parameters accordingly."""
+"""Plan the tensor-parallel blocks (attention, MLP): find the modules that the model's blueprint names, and shard their
+parameters.
+
+The blueprint says, for each kind of block, which projections are column-parallel or row-parallel.
+"""
 
 from collections.abc import Iterator
 from functools import reduce
@@ -25,7 +29,11 @@ _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
 def plan_blocks(draft: Draft, blueprint: Blueprint, layers: list[str]) -> list[BlockPlan]:
-    """Return the tensor-parallel blocks of all layers; add the sharding rules of their parameters to ``draft``."""
+    """Return the plans of the tensor-parallel blocks in all ``layers``: the attention and MLP modules that
+    ``blueprint`` describes.
+
+    The sharding rules of the blocks' parameters are added to ``draft``, the plan under construction.
+    """
     blocks: list[BlockPlan] = []
     matched: set[str] = set()  # the blueprint's paths that exist in a layer
     unfit = blueprint.unfit(draft.block_config)
@@ -65,9 +73,11 @@ def plan_blocks(draft: Draft, blueprint: Blueprint, layers: list[str]) -> list[B
 
 
 def _refuse_unmatched(draft: Draft, blueprint: Blueprint, matched: set[str]) -> None:
-    """Refuse a blueprint with a block that no layer has.
+    """Add a problem if the blueprint, which describes the blocks of the model's layers, names a block that no layer
+    has.
 
-    A config that sets a kind for each layer is accepted, because none of its layers may be of the kind with this block.
+    There is no problem if the config sets a kind for each layer (such as attention or recurrence), because the block
+    may belong to a kind that this model does not use.
     """
     config = text_config(draft.config)
     if matched and any(field(config, name) for name in PER_LAYER):
@@ -84,7 +94,10 @@ def _refuse_unmatched(draft: Draft, blueprint: Blueprint, matched: set[str]) -> 
 
 
 def _key_value_path(draft: Draft, block: str, role: Block) -> str | None:
-    """Return the first projection that makes a block's keys or values, according to its role; ``None`` if none does."""
+    """Return the name of the first projection that makes a block's keys or values; ``None`` if the block has none.
+
+    ``role`` is the blueprint's description of the block.
+    """
     for child, chosen in role.key_value.items():
         parts = role.parts.get(child, 1)
         count = parts if isinstance(parts, int) else len(parts(draft.block_config))
@@ -118,7 +131,9 @@ def _key_value_replicas(draft: Draft, block: str, role: Block) -> int:
 
 
 def _reads_others_keys(draft: Draft, block: str, role: Block) -> bool:
-    """Return whether attention reads an earlier layer's keys and makes none of its own, as in late Gemma 3n layers."""
+    """Return whether an attention block has no key projection, and reads the keys of an earlier layer, as in late Gemma
+    3n layers.
+    """
     makes = (child for child in role.key_value if child in role.column)
     missing = [child for child in makes if f"{block}.{child}" not in draft.modules]
     return bool(missing) and _GROUPS in vars(draft.modules[block])
@@ -193,10 +208,10 @@ def blocks_around_experts(
     name: str,
     role: Block,
 ) -> Iterator[tuple[str, Block]]:
-    """Yield the blocks of module ``name`` that are sharded over the tensor axis, each with its role.
+    """Yield the modules that are tensor-parallel blocks, each with its description in the form of the blueprint:
+    ``name`` itself, which has the description ``role``.
 
-    Mostly the only block is ``name`` itself. In an MoE layer whose tokens are divided over the tensor ranks, the blocks
-    are the layer's shared experts.
+    In an MoE layer whose tokens are divided over the tensor ranks, yield the layer's shared experts instead.
     """
     inside = [
         path
@@ -215,7 +230,9 @@ def blocks_around_experts(
 
 
 def _inner(role: Block, child: str) -> Block:
-    """Return the role of the block's submodule ``child``, taken from the block's role."""
+    """Return the blueprint's description of ``child``, a submodule of a block, taken from the description ``role`` of
+    the block.
+    """
 
     def within(paths: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(

@@ -105,7 +105,8 @@ class Overlap:
 
     @cached_property
     def _agrees(self) -> bool:
-        """Return whether a projection multiplies by other code than torch's, which may exchange values between ranks.
+        """Return whether a column projection's matrix product is not torch's own (8-bit products, for example), so that
+        it may communicate between ranks.
 
         If so, all ranks must communicate in the same order whatever their number of tokens, because context ranks may
         have different numbers of tokens. The result is cached: such code is set before the first pass.
@@ -113,7 +114,8 @@ class Overlap:
         return any(multiplied_by(column) is not Products for column in self.columns)
 
     def read_by(self, low_rank: Any, read: Callable[[Tensor], Tensor]) -> None:
-        """Keep an adapter's first factor ``low_rank`` from saving an input that the backward pass gathers again.
+        """Under ``sequence_regather``, compute the weight gradient of ``low_rank``, the first factor of an adapter,
+        from the block's input that is gathered again in the backward pass: the factor then saves no input.
 
         ``read`` maps the factor's weight to the tensor that the forward pass computes with.
         """
@@ -150,7 +152,8 @@ def install_block_edges(
 ) -> None:
     """Install the hooks of ``block``: collectives at its entry and exit, and random numbers of this rank inside.
 
-    If hidden states of the region ``stream`` are sharded, the entry gathers them and the exit scatters them.
+    If ``stream`` shards hidden states along the sequence, the entry all-gathers them, and the exit reduce-scatters the
+    output.
     """
     group = mesh.tp_group
     rank = mesh.tp_rank

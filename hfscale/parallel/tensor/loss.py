@@ -69,7 +69,9 @@ class LossPass:
 
 @dataclass
 class _Call:
-    """Hold facts about one call of the model."""
+    """Record, during one call of the model, whether it has labels, whether its logits may be read, and whether the loss
+    ran.
+    """
 
     with_labels: bool = False
     shows_logits: bool = True  # whether the caller may read the logits
@@ -126,7 +128,9 @@ class VocabParallelLoss(KeepsOutputs):
         return attribute_replaced(self, "current", replace(self.current, **values, terms=[]))
 
     def trains(self, model: nn.Module) -> bool:
-        """Return whether the loss of a pass with labels is the one that trains the model."""
+        """Return whether passes with labels now compute the loss of a step or of a model in training mode, and not
+        statistics of single tokens.
+        """
         return self.current.scoring is None and (self.current.count is not None or model.training)
 
     def check_smoothing(self, label_smoothing: float) -> None:
@@ -165,7 +169,9 @@ class VocabParallelLoss(KeepsOutputs):
 
     @contextmanager
     def scoring(self, temperature: float = 1.0, read: Any = None) -> Iterator[Scoring]:
-        """Score every token in forward passes with labels inside the ``with`` block: see ``Scoring``."""
+        """Compute the log-probability of each label and other statistics of each token, in forward passes with labels
+        inside the ``with`` block: see ``Scoring``.
+        """
         scoring = Scoring(temperature, read)
         with self.passing(scoring=scoring):
             yield scoring

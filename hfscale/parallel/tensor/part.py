@@ -57,7 +57,10 @@ def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
 
 @contextmanager
 def router_loss_counted_once() -> Iterator[None]:
-    """Allow a model to compute its router loss inside the ``with`` block, for :func:`share_of_router_loss`."""
+    """Allow a tensor-parallel model to compute its router loss inside the ``with`` block.
+
+    The caller must pass the loss through :func:`share_of_router_loss`, since all tensor ranks compute the same loss.
+    """
     token = _COUNTED.set(True)
     try:
         yield
@@ -143,7 +146,9 @@ class TensorParallel(Part, SequenceAxis):
         return Overlap(modules, sums.group, regather)
 
     def region_of(self, name: str) -> SequenceRegion | None:
-        """Return the sequence-parallel region that contains a module; ``None`` if no region does."""
+        """Return the object that shards hidden states along the sequence in the stack of layers that contains module
+        ``name``; ``None`` if hidden states are not sharded in this module.
+        """
         if name not in self._region_of:  # cached, because layers call this in every pass
             inside = (
                 r
@@ -229,7 +234,9 @@ def _refuse_cut_outputs(
 
 
 class VocabularyLoss(Part):
-    """Install the loss that training steps normalize, even if the vocabulary is not sharded."""
+    """Install the cross entropy that training steps divide by their number of labels, even if the vocabulary is not
+    sharded.
+    """
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install the loss; call this after the collectives of the blocks are installed."""

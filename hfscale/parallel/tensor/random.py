@@ -80,10 +80,12 @@ def cut_region(
 
 
 class LayerRandom:
-    """Switch random streams in a layer that is sharded along the sequence (last column of the table above).
+    """Switch random streams in a layer whose hidden states are sharded along the sequence.
 
-    The stream for partial sums is derived from the part of the seed that all ranks' cut streams have in common. A
-    recomputation may start after the layer's hooks, and then only the cut stream is available.
+    The layer draws from the *cut* stream, which differs between tensor ranks. Only from a block's row projection to the
+    end of the block, activations are partial sums of all tokens, which need equal dropout masks on all ranks, so their
+    numbers come from a third stream. It is derived from the part of the seed that all ranks' cut streams have in
+    common. A recomputation may start after the layer's hooks, and then only the cut stream is available.
     """
 
     def __init__(self, rank: int) -> None:

@@ -25,7 +25,7 @@ Ranks = Mapping[int, int] | Sequence[int]  # stage -> the pipeline rank that hol
 
 
 class Planned(Protocol):
-    """Hold a model with its plan and options, from which each part of the runtime decides whether it is needed."""
+    """Hold a model with its plan and options, by which hfscale decides which features to install in the model."""
 
     model: Any
     plan: Plan
@@ -115,7 +115,9 @@ class Draft:
 
     @property
     def block_config(self) -> Any:
-        """The config whose fields the blueprint names: the model's config, or its text config."""
+        """The config that has the fields for numbers of heads and widths: the model's config or, in a multimodal model,
+        its text config.
+        """
         return self.config if self.blueprint is None else self.blueprint.config_of(self.config)
 
     def report(self) -> str:

@@ -1,4 +1,6 @@
-"""Install the hooks that take a :class:`.region.SequenceRegion` through a forward pass of its layers."""
+"""Install the hooks that shard hidden states along the sequence at the first layer of a stack, and gather them at its
+end.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +20,8 @@ from .region import SequenceRegion
 def install_sequence_hooks(
     region: SequenceRegion, model: nn.Module, holds: Callable[[str], bool]
 ) -> None:
-    """Install hooks on the layers, on their owner, and on modules that need the full sequence.
+    """Install the hooks of sequence parallelism on a stack of layers, on the module that calls the layers, and on
+    modules that need the full sequence.
 
     Only modules that ``holds`` accepts, those of this pipeline stage, get hooks.
     """

@@ -151,9 +151,10 @@ def keep_with_graph(x: Tensor, thing: Any) -> None:
 
 
 class SequenceRegion:
-    """Track whether the hidden states of one layer stack are currently sharded along the sequence, and how.
+    """Track, in one stack of layers, whether hidden states are currently sharded along the sequence, and how.
 
-    Hooks on the stack's modules (:mod:`.hooks`) take the region through these states:
+    Hooks on the stack's modules (:mod:`.hooks`) call ``begin``, ``cut_before`` and ``finish`` in each pass, and leave
+    this state:
 
     ============== =================== ============== ===================================================
     where          ``_open``           ``_total``     hidden states
@@ -167,8 +168,10 @@ class SequenceRegion:
                                                       (:class:`.region.SequencePasses`)
     ============== =================== ============== ===================================================
 
+    ``_open`` is whether a pass that saves activations is running, ``_total`` the number of tokens per sample.
+
     A pipeline stage may receive sharded hidden states (``_arrives``) and send sharded hidden states (``_leaves``). With
-    ``_leaves``, hidden states stay sharded until the owner of the layers returns.
+    ``_leaves``, hidden states stay sharded until the module that calls the layers returns.
     """
 
     def __init__(self, plan: SequencePlan, group: dist.ProcessGroup) -> None:
@@ -324,7 +327,7 @@ class SequenceRegion:
         self._leaves = leaves
 
     def begin(self) -> None:
-        """Reset the state before the owner of the layers runs."""
+        """Reset the state of the previous pass. A hook calls this before the module that calls the layers runs."""
         self._open = torch.is_grad_enabled()
         self._total = None
         self._partial = False
@@ -370,7 +373,11 @@ class SequenceRegion:
         return whole
 
     def check_finished(self) -> None:
-        """Raise :class:`ConfigError` if the owner of the layers returned before the hidden states were gathered."""
+        """Raise :class:`ConfigError` if the module that calls the layers has returned but the hidden states are still
+        sharded.
+
+        On a pipeline stage that sends sharded hidden states this is no error.
+        """
         RUNNING.told = None
         if self._leaves:
             self._open = False
