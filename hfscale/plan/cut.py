@@ -36,11 +36,17 @@ class Cut:
 
     @property
     def most_replicas(self) -> int:
-        """The largest number of ranks that hold the same chunk of a part."""
+        """The largest number of ranks that hold the same chunk of one of the fused matrices; 1 if nothing is
+        replicated.
+        """
         return max(self.replicas, default=1)
 
     def spans(self, length: int, rank: int) -> list[tuple[int, int]]:
-        """Return ``(start, stop)`` of each part's chunk on ``rank``, in a dim of ``length`` entries."""
+        """Return ``(start, stop)`` of the chunk that ``rank`` holds of each fused matrix, in a dim of ``length``
+        entries.
+
+        A dim without fused matrices counts as one matrix.
+        """
         parts = self.parts or (length,)
         result = []
         offset = 0
@@ -63,8 +69,8 @@ class Cut:
     def local_spans(
         self, length: int, rank: int, replicas: Callable[[int], bool]
     ) -> list[tuple[int, int]]:
-        """Return ``(start, stop)``, within the *shard* of ``rank``, of every part whose number of replicas the function
-        ``replicas`` accepts.
+        """Return where fused matrices lie in the shard of ``rank``: ``(start, stop)`` for each matrix that is held by
+        ``n`` ranks with ``replicas(n)`` true.
         """
         spans = self.spans(length, rank)
         result = []
@@ -84,7 +90,9 @@ class Cut:
         return sum(stop - start for start, stop in self.spans(length, rank))
 
     def take(self, tensor: Tensor, rank: int) -> Tensor:
-        """Return the shard of a full tensor that ``rank`` holds: a view if the cut has one part, else a copy."""
+        """Return the shard of a full tensor that ``rank`` holds: a view, or a copy if the tensor has several fused
+        matrices.
+        """
         spans = self.spans(tensor.shape[self.dim], rank)
         pieces = [tensor.narrow(self.dim, start, stop - start) for start, stop in spans]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)

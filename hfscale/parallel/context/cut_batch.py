@@ -168,7 +168,9 @@ def cut_batch(
 
 
 def cut_inputs(batch: CutBatch, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Select this rank's tokens from keyword arguments of full sequences; arguments without a token dim stay."""
+    """Return keyword arguments with only this rank's tokens of the full sequences; arguments without a token dim are
+    unchanged.
+    """
     marks = {name: given[mask] for name, mask in AT_MARKED.items() if given.get(name) is not None}
     return {
         name: _marked(value, marks[name], batch) if name in marks else _part(name, value, batch)

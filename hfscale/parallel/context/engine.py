@@ -50,7 +50,9 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Reading:
-    """Hold the mask, kernel and source of one attention call."""
+    """Hold what one attention call reads: the mask, the attention kernel, and the source of the ranks'
+    keys and values.
+    """
 
     mask: MaskBlocks
     kernel: Kernel
@@ -64,8 +66,10 @@ class Reading:
         return x.split([stop - start for start, stop in intervals], 2)
 
     def pairs(self, rank: int) -> Iterator[tuple[int, Interval, int, Interval]]:
-        """Yield ``(i, rows, j, columns)``, index and interval of this rank's queries and of ``rank``'s keys, for every
-        pair of intervals in which a query reads a key.
+        """Yield, for every interval of this rank's queries and every interval of the keys of ``rank``, ``(i, rows, j,
+        columns)``: the index of the query interval, the interval, the index of the key interval, the interval.
+
+        Pairs of intervals in which no query reads a key are left out.
         """
         batch = self.mask.batch
         for i, rows in enumerate(batch.split.pieces(batch.rank)):
@@ -196,7 +200,7 @@ def _in_order(sums: dict[int, Tensor], pieces: Sequence[Tensor]) -> Tensor:
 
 
 class OwnBlocks:
-    """Provide only this rank's keys and values; a :class:`Source`."""
+    """Provide only this rank's keys and values, for attention without communication; a :class:`Source`."""
 
     def blocks(
         self,

@@ -146,7 +146,7 @@ def _padding(value: Tensor | None, batch: CutBatch) -> Tensor | None:
 def read_alone(
     _: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall
 ) -> Tensor:
-    """Return the attention of a rank that has full sequences, without communication."""
+    """Compute attention on this rank only, which has the queries, keys and values of full sequences."""
     return read(q, k, v, call.sinks, mask, call, OwnBlocks())
 
 

@@ -29,7 +29,7 @@ _SCORES = 1 << 25  # entries of a tensor of scores; a backward pass holds about 
 
 @dataclass(frozen=True)
 class ScoreBlock:
-    """Describe how the queries of one block read its keys."""
+    """Describe the masking and dropout of one block of attention scores: queries of one interval, keys of another."""
 
     causal: bool = False  # row ``i`` reads columns 0 to ``i``
     # ``[b, 1, rows, columns]``, 0 or minus infinity, added to scores; ``None``: no mask except ``causal``
@@ -40,7 +40,7 @@ class ScoreBlock:
     first: int = 0  # index of the first row in the whole block, for the causal mask
 
     def of_rows(self, rows: slice) -> "ScoreBlock":
-        """Return the description of the block's rows ``rows``."""
+        """Return this description for the query rows ``rows`` of the block."""
         if rows.start == 0 and rows.stop is None:
             return self
         bias = None if self.bias is None else self.bias[:, :, rows]

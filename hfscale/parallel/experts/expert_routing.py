@@ -1,4 +1,4 @@
-"""Find routers and their biases, and make the routing of every MoE layer."""
+"""Make the objects that choose experts in every MoE layer, and find the routers and the biases that they use."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Route the tokens of one MoE layer: choose experts between the router and the experts, attach losses after them.
+"""Choose the experts of one MoE layer's tokens after its router has run, and add router losses after its experts.
 
 ::
 
@@ -322,7 +322,7 @@ class LayerRouting:
         return router_functions.noisy_topk(logits, k, noise)
 
     def _loss(self, now: Pass, sums: Tensor) -> Tensor:
-        """Return this layer's term of the step's loss."""
+        """Return this layer's router loss: the balance loss and the z-loss, weighted, per token of the step."""
         if self.is_cut():
             sums = reduce_from_tp_region(sums, self.mesh.tp_group)
         if self.mesh.context is not None:  # each context rank has some tokens of every sequence

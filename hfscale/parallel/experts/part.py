@@ -25,7 +25,9 @@ class ExpertParallel(Part):
 
 
 class ExpertRouting(Part):
-    """Reset, count and update the routing state of a model at its training steps and forward passes."""
+    """Count the tokens of each expert in each training step and forward pass, and update the routers' biases after a
+    step.
+    """
 
     def __init__(self) -> None:
         # routing state of all MoE layers; ``None`` if there are no MoE layers, or all are stock

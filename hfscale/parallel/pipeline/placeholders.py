@@ -156,7 +156,10 @@ class _Placeholder(nn.Module):
 
 
 class PlaceholderLayer(_Placeholder):
-    """Replace a layer of another stage; for ``returns`` see :class:`hfscale.plan.stages.StagePlan`."""
+    """Replace a layer of another stage.
+
+    ``returns`` is the number of entries of the tuple that the layer returns, or ``None`` if it returns a tensor.
+    """
 
     def __init__(
         self, absent: nn.Module, passage: StageForward, index: int, returns: int | None
@@ -177,7 +180,7 @@ class PlaceholderLayer(_Placeholder):
 
 
 class PlaceholderModule(_Placeholder):
-    """Replace a module around the layers that another stage holds: an embedding, the last norm, or the head."""
+    """Replace a module of another stage that is not a layer: an embedding, the last norm, or the head."""
 
     def __init__(
         self, absent: nn.Module, passage: StageForward, returns: int | None, target: bool = False

@@ -1,4 +1,6 @@
-"""Count the FLOPs and parameters of a model's parts from shapes on the meta device, without weights or a run."""
+"""Count the FLOPs and parameters of a model's layers and other modules from shapes on the meta device, without weights
+or a run.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

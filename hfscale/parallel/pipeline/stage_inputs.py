@@ -1,4 +1,6 @@
-"""Find the modules around the layers of a model: before the first layer, after the last, and read by all layers."""
+"""Find the modules outside the layers of a model: those used before the first layer, those used after the last, and
+those that all layers read.
+"""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +18,10 @@ from ...plan.stages import Loan, TwoStacks
 
 @dataclass(frozen=True)
 class StageInputs:
-    """Hold the names of modules and parameters around the layers, and the form of the modules' outputs.
+    """Hold the names of modules and parameters outside the layers, and what the modules return.
 
-    The form of an output is ``None`` for a single tensor, ``n`` for a tuple of ``n`` entries whose first is the tensor.
+    What a module returns is written as ``None`` for a single tensor, and as ``n`` for a tuple of ``n`` entries whose
+    first is the tensor.
     """
 
     before: tuple[str, ...]  # used before the first layer
@@ -103,7 +106,10 @@ def note_obstacles(
 
 
 def trace(draft: Draft, layer_list: str) -> StageInputs | None:
-    """Classify the modules and parameters around one list of layers; record problems and return ``None`` on failure."""
+    """Find out which modules and parameters outside one list of layers are used before, after or by the layers.
+
+    If this fails, record problems and return ``None``.
+    """
     added = [] if draft.added is None else [draft.added.name]
     around = (item for item in items_around(draft.model, layer_list) if item not in added)
     tensors = {item: set(tensors_of(draft.model, item)) for item in around}
@@ -212,11 +218,12 @@ def find_stacks(draft: Draft, lists: list[str]) -> TwoStacks | None:
 
 
 def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> StageInputs | None:
-    """Return the modules around the layers of both stacks; record problems and return ``None`` if this fails.
+    """Find out which modules and parameters outside the layers of an encoder-decoder are used before, after or by the
+    layers.
 
-    Each stack follows the rules for one layer list. The encoder's last norm is on the stage of the encoder's last
-    layer, the decoder's embedding on the stage of the decoder's first layer. A stage of the decoder needs only the
-    encoder's output.
+    If this fails, record problems and return ``None``. Encoder and decoder follow the rules for one layer list. The
+    encoder's last norm is on the stage of the encoder's last layer, the decoder's embedding on the stage of the
+    decoder's first layer. A stage of the decoder needs only the encoder's output.
     """
     model = draft.model
     # The modules around one list include the full other stack.

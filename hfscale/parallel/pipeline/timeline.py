@@ -159,7 +159,9 @@ class Timeline:
 
 
 def pieces_of(actions: Sequence[Action]) -> list[list[Action]]:
-    """Group actions into pieces: a piece is a single action, or a pair of actions that begin together."""
+    """Group a rank's actions into the units that are run at once: single actions, or pairs of actions that begin
+    together.
+    """
     pieces: list[list[Action]] = [[]]
     for action in actions:
         pieces[-1].append(action)

@@ -1,6 +1,7 @@
-"""Derive how each parameter of a block is sharded, or why the block cannot be sharded.
+"""Derive how each parameter of a tensor-parallel block (attention, MLP) is sharded, or why the block cannot be sharded.
 
-The blueprint says which of the block's projections are column-parallel, row-parallel or replicated.
+Each block has an entry in the model's blueprint, which says which of its projections are column-parallel, row-parallel
+or replicated.
 """
 
 from collections.abc import Iterator
@@ -187,7 +188,8 @@ def _share_rest(block: PlacedBlock) -> Iterator[str]:
 
 
 def _refuse_writers(draft: Draft, path: str, module: Any) -> None:
-    """Add a problem if a module that the blueprint does not mention may read or write the block's output.
+    """Add a problem if a module in a block may read or write the block's output, and nothing is known about how to
+    shard it.
 
     Such a module cannot be replicated: it would read a partial sum over tensor ranks, or every rank would add its
     output.
@@ -210,7 +212,7 @@ def _refuse_writers(draft: Draft, path: str, module: Any) -> None:
 
 
 def _refuse_roleless(block: PlacedBlock) -> None:
-    """Add a problem for parameters of a block that the blueprint does not mention.
+    """Add a problem for each parameter of a block for which nothing says whether it is sharded or replicated.
 
     This applies to blocks whose input is the input of the block's module itself, not of modules inside the block.
     """

@@ -1,7 +1,7 @@
-"""Plan the tensor-parallel blocks (attention, MLP): find the modules that the model's blueprint names, and shard their
-parameters.
+"""Plan the tensor-parallel blocks (attention, MLP) of a model, and how their parameters are sharded.
 
-The blueprint says, for each kind of block, which projections are column-parallel or row-parallel.
+Blocks are found by the model's blueprint: data that say, for each kind of block, which projections are column-parallel
+or row-parallel.
 """
 
 from collections.abc import Iterator
@@ -94,9 +94,10 @@ def _refuse_unmatched(draft: Draft, blueprint: Blueprint, matched: set[str]) -> 
 
 
 def _key_value_path(draft: Draft, block: str, role: Block) -> str | None:
-    """Return the name of the first projection that makes a block's keys or values; ``None`` if the block has none.
+    """Return the name of the first projection that makes keys or values in the attention module ``block``; ``None`` if
+    none does.
 
-    ``role`` is the blueprint's description of the block.
+    ``role`` says which projections of the block make keys and values.
     """
     for child, chosen in role.key_value.items():
         parts = role.parts.get(child, 1)
@@ -208,10 +209,11 @@ def blocks_around_experts(
     name: str,
     role: Block,
 ) -> Iterator[tuple[str, Block]]:
-    """Yield the modules that are tensor-parallel blocks, each with its description in the form of the blueprint:
-    ``name`` itself, which has the description ``role``.
+    """Yield the tensor-parallel blocks in module ``name``, each with its description: which projections are
+    column-parallel, row-parallel and so on.
 
-    In an MoE layer whose tokens are divided over the tensor ranks, yield the layer's shared experts instead.
+    Mostly the only block is ``name`` itself, with the description ``role``. In an MoE layer whose tokens are divided
+    over the tensor ranks, the blocks are the layer's shared experts.
     """
     inside = [
         path
@@ -230,8 +232,8 @@ def blocks_around_experts(
 
 
 def _inner(role: Block, child: str) -> Block:
-    """Return the blueprint's description of ``child``, a submodule of a block, taken from the description ``role`` of
-    the block.
+    """Return the description (column-parallel projections, row-parallel projections ...) of ``child``, a submodule of a
+    block with the description ``role``.
     """
 
     def within(paths: tuple[str, ...]) -> tuple[str, ...]:
@@ -250,7 +252,9 @@ def _inner(role: Block, child: str) -> Block:
 
 
 def check_heads(draft: Draft, groups: int) -> None:
-    """Refuse a ``tp_size`` that would split a head, for heads in ``groups`` groups and without replicated heads."""
+    """Add a problem if ``tp_size`` would split an attention head. Heads are in ``groups`` groups, and no head is
+    replicated.
+    """
     heads, key_heads = _heads_of_config(draft)
     if not heads or not key_heads:
         return
@@ -266,7 +270,8 @@ def check_heads(draft: Draft, groups: int) -> None:
 
 
 def key_value_replicas(draft: Draft, attention: Any, groups: int) -> int:
-    """Return how many consecutive ranks hold each key/value head of ``attention``; refuse sizes that split a head.
+    """Return how many consecutive ranks hold each key/value head of ``attention``; add a problem if ``tp_size`` would
+    split a head.
 
     The queries of a rank read only the key/value heads of the same rank. ``tp_size`` must divide the number of heads,
     and must divide, or be a multiple of, the number of key/value heads. If there are fewer key/value heads than ranks
@@ -297,7 +302,9 @@ def key_value_replicas(draft: Draft, attention: Any, groups: int) -> int:
 
 
 def check_block_heads(draft: Draft, blocks: list[BlockPlan]) -> None:
-    """Refuse a ``tp_size`` that would split a head in a block with its own number of heads (of an encoder, a tower)."""
+    """Add a problem if ``tp_size`` would split a head in a block that has another number of heads than the config
+    names, for example in an encoder or a tower.
+    """
     if draft.problems:
         return
     for block in blocks:

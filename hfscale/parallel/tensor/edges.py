@@ -5,9 +5,9 @@ Data flow of one block (``t`` tensor ranks, ``h`` hidden size)::
     [b, s, h] --copy--> column projections --> [b, s, .../t] --> row projection --> partial [b, s, h] --reduce--> full
 
 Between the edges every module is the stock module, with local sizes and plain tensors. The hooks are on the block and
-not on its projections, so that wrappers installed around a projection later (adapters, quantized layers, compilers,
-FSDP) stay between the edges. Training processes and the threads that test an inferred blueprint install the same hooks,
-with different functions in their :class:`Edge`.
+not on its projections, so that wrappers installed on a projection later (adapters, quantized layers, compilers, FSDP)
+stay between the edges. hfscale also simulates tensor ranks by threads, to test a sharding that it has derived for an
+unknown model. Threads and training processes install the same hooks, with different functions in their :class:`Edge`.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,7 +65,7 @@ class Overlap:
     def enter(self, x: Tensor, stream: SequenceRegion | None) -> Tensor:
         """Return the block's input for its projections, with all tokens.
 
-        If ``x`` is sharded along the sequence, ``stream`` is its sequence-parallel region, which gathers it.
+        If ``x`` is sharded along the sequence, ``stream`` all-gathers it; otherwise ``stream`` is ``None``.
         """
         self.gathered = None
         if self._waiting:  # left by a pass that failed, or that did not run every projection

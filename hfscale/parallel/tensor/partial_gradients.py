@@ -163,7 +163,9 @@ def read_through(
 
 
 def as_read(module: nn.Module, name: str) -> Tensor | None:
-    """Return a parameter of ``module`` in the form that its forward pass reads, for code that replaces this pass."""
+    """Return the tensor that the forward pass of ``module`` reads in place of its parameter ``name``, for code that
+    replaces this forward pass. Return ``None`` if there is no such parameter.
+    """
     value: Tensor | None = own_parameters(module).get(name)
     # the last replacement wraps the earlier ones
     for reads in reversed(vars(module).get(_READS, ())):

@@ -18,8 +18,10 @@ _PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
 
 
 def plan_tensor(draft: Draft) -> None:
-    """Plan the tensor-parallel blocks: the attention and MLP modules that the model's blueprint names, with their
-    sharding.
+    """Plan the tensor-parallel blocks of a model: its attention and MLP modules, and which of their projections are
+    column-parallel and row-parallel.
+
+    The model's blueprint names these modules.
     """
     if draft.tp > 1 and (asked := partial_output(draft.config)):
         draft.problem(

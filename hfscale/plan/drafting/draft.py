@@ -133,8 +133,11 @@ class Draft:
         parts: tuple[int, ...] = (),
         replicas: tuple[int, ...] = (),
     ) -> None:
-        """Shard a parameter over the tensor axis along ``dim``, which has ``length`` entries. Add a problem if
-        ``parts`` do not add up to ``length``, or a rank would hold no entries.
+        """Shard a parameter over the tensor axis along ``dim``, which has ``length`` entries.
+
+        ``parts`` are the lengths of the matrices that are fused along this dim, and ``replicas`` the number of ranks
+        that hold the same shard, for each matrix. Add a problem if ``parts`` do not add up to ``length``, or a rank
+        would hold no entries.
         """
         cut = Cut("tp", dim, self.tp, parts, replicas)
         if parts and sum(parts) != length:

@@ -44,8 +44,10 @@ def find_layers(draft: Draft, blueprint: Blueprint | None) -> list[str]:
 
 
 def _lists(draft: Draft, blueprint: Blueprint) -> list[str]:
-    """Return the names of the model's layer lists that the blueprint mentions. If there are none, add a problem under
-    tensor parallelism, which needs them.
+    """Return the names of the model's lists of layers that ``blueprint``, the description of its model family,
+    mentions.
+
+    If there are none, add a problem under tensor parallelism, which needs them.
     """
     lists = find_lists(draft.model, blueprint)
     if not lists and draft.tp > 1:

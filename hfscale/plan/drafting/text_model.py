@@ -98,9 +98,10 @@ def blueprint_of_text(model: Any, name: str, find: Find, may_infer: bool) -> Blu
 
 
 def _with_cross_inputs(inner: Any, lists: list[str], child: str, block: Block) -> Block:
-    """Add to a block's inputs those that cross-attention reads, for example ``encoder_hidden_states`` from a tower.
+    """Add to the inputs of ``block`` the inputs that cross-attention reads, for example ``encoder_hidden_states`` from
+    a tower.
 
-    A blueprint that was derived from a run of the model on text alone lacks these inputs.
+    Blocks that were found by a run of the model on text alone lack these inputs.
     """
     if block.enter != ("",):
         return block

@@ -81,7 +81,9 @@ RUNNING = Running()
 
 
 class SequencePasses:
-    """Hold the forward passes of one region by weak references; the passes' autograd graphs keep them alive."""
+    """Hold the forward passes of one stack of layers by weak references; the passes' autograd graphs
+    keep them alive.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
