@@ -1,4 +1,4 @@
-"""Hold the fields of a plan, with the lookups that other modules need."""
+"""Hold the fields of a plan, with functions that look up parameters, layers and ranks in them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Feature:
     """
 
     def describe(self, plan: "PlanContents") -> list[str]:
-        """Return the lines about this feature that are printed below the plan's table; none by default."""
+        """Return the lines that the plan's table prints about this feature; none by default."""
         return []
 
     @property
@@ -45,7 +45,7 @@ class Feature:
 
     @property
     def optional_layers(self) -> tuple[str, ...]:
-        """Return the layers that run only in training; they are the last layers of the model."""
+        """Return the names of the layers that run only in training; they are the last layers of the model."""
         return ()
 
     @property
@@ -55,7 +55,7 @@ class Feature:
 
     @property
     def adds_loss(self) -> str:
-        """Return the option, in words, by which this feature adds to the model's loss; empty if it does not."""
+        """Return the option by which this feature adds a term to the model's loss, in words; empty if it adds none."""
         return ""
 
 
@@ -107,7 +107,7 @@ class PlanContents:
 
     @property
     def optional_layers(self) -> tuple[str, ...]:
-        """The layers that run only in training; they are the last layers of the model."""
+        """The names of the layers that run only in training; they are the last layers of the model."""
         return tuple(layer for feature in self.features for layer in feature.optional_layers)
 
     @property
@@ -117,7 +117,7 @@ class PlanContents:
 
     @property
     def adds_loss(self) -> str:
-        """The options, in words, by which features add to the model's loss; empty if no feature does."""
+        """The options by which features add terms to the model's loss, in words; empty if no feature does."""
         return ", ".join(feature.adds_loss for feature in self.features if feature.adds_loss)
 
     @property
@@ -127,7 +127,7 @@ class PlanContents:
 
     @cached_property
     def by_name(self) -> dict[str, ParameterPlan]:
-        """Parameters by name."""
+        """The plan of each parameter, by the parameter's name."""
         return {parameter.name: parameter for parameter in self.parameters}
 
     @property
@@ -140,7 +140,7 @@ class PlanContents:
 
     @cached_property
     def of_layers(self) -> dict[str, tuple[ParameterPlan, ...]]:
-        """The parameters in each layer, including the parameters of adapters."""
+        """The plans of the parameters in each layer, by the layer's name, including those of adapters."""
         depths = {layer.count(".") + 1 for layer in self.layers}
         by_layer: dict[str, list[ParameterPlan]] = {layer: [] for layer in self.layers}
         for parameter in self.parameters:
@@ -151,7 +151,9 @@ class PlanContents:
 
     @cached_property
     def replicas(self) -> tuple[int, ...]:
-        """All numbers, above 1, of consecutive tensor ranks that hold the same shard of a parameter; ascending."""
+        """The numbers, above 1, of consecutive tensor ranks that hold the same shard of some parameter; ascending, each
+        once.
+        """
         return tuple(
             sorted(
                 {

@@ -134,7 +134,9 @@ def attending() -> Attend | None:
 
 
 def learn(batch: CutBatch) -> None:
-    """Replace the batch of the current forward pass, for example by one whose positions are known."""
+    """Replace the batch of the current forward pass by one that has more information, such as positions that the model
+    has computed.
+    """
     passage = _passage.get()
     assert passage is not None
     passage.batch = batch

@@ -190,7 +190,9 @@ def _padding(mask: Any) -> Tensor | None:
 
 
 def _marked(rows: list[Tensor], marks: Tensor, batch: CutBatch) -> list[Tensor]:
-    """Select this rank's tokens from tensors that have a row for each token that is true in ``marks [b, s]``."""
+    """Select this rank's tokens from tensors that have one row for each token that the mask ``marks [b, s]`` marks, in
+    order.
+    """
     own = torch.zeros_like(marks)
     own[:, batch.places(marks.device)] = True
     kept = own[marks.bool()].bool()
@@ -271,7 +273,7 @@ class MaskBlocks:
         return self.host(self.function)
 
     def to(self, dtype: torch.dtype) -> "MaskBlocks":
-        """Return this mask with :attr:`dense` converted to ``dtype``."""
+        """Return a copy of this mask whose mask of all tokens, :attr:`dense`, is converted to ``dtype``."""
         return replace(
             self, host=lambda f: None if (made := self.host(f)) is None else made.to(dtype)
         )
@@ -297,7 +299,9 @@ class MaskBlocks:
 
     @cached_property
     def without_idle(self) -> "MaskBlocks":
-        """This mask without ``idle``: a query that may read no key reads nothing, instead of all keys equally."""
+        """This mask, but queries that may read no key (left padding) read nothing. The mask itself may let them read
+        all keys with equal weight.
+        """
         return self if self.idle is None else replace(self, idle=None, _kinds={}, _others={})
 
     def of_groups(self, size: int) -> "MaskBlocks":
@@ -370,7 +374,9 @@ class MaskBlocks:
         )
 
     def block(self, rows: Interval, columns: Interval) -> Tensor:
-        """Return ``[b, 1, rows, columns]``, True where a query attends to a key."""
+        """Return the mask of one block, ``[b, 1, rows, columns]``: True where a query in ``rows`` attends to a key in
+        ``columns``.
+        """
         attends = self._attends(
             *(torch.arange(*span, device=self.device) for span in (rows, columns))
         )

@@ -35,7 +35,9 @@ Backward = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Source(Protocol):
-    """Provide the keys and values of all context ranks, one block per rank."""
+    """Provide the keys and values of all context ranks to attention, one block per rank; implementations differ in how
+    ranks communicate.
+    """
 
     def blocks(
         self,
@@ -207,7 +209,7 @@ class OwnBlocks:
         k: Tensor,
         v: Tensor,
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield this rank's block; see :class:`Source`."""
+        """Yield this rank's keys and values as the only block: ``(0, k, v)``."""
         yield 0, k, v
 
     def gradients(self, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, Tensor]:

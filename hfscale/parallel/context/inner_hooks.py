@@ -30,7 +30,9 @@ from .engine import OwnBlocks
 from .methods import read
 
 Gather = Callable[[Tensor, CutBatch], Tensor]
-"""``[b, own tokens, ...]`` -> ``[b, tokens, ...]`` in the order of the sequence; collective, differentiable."""
+"""Type of a function that all-gathers a tensor along the sequence: this rank's tokens ``[b, s of this rank, ...]`` ->
+all tokens ``[b, s, ...]``, in the order of the sequence. The function is collective and differentiable.
+"""
 _BY_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embeddings whose frequencies depend on the largest position (Peng et al. 2023; Ding et al. 2024)."""
 
@@ -122,7 +124,9 @@ def own_tokens(output: Any, batch: CutBatch) -> Any:
 
 
 def _on_tokens(value: Any, tokens: int, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply ``change`` to tensors ``[b, tokens, ...]`` and ``[1, 1, tokens, ...]`` (positions), also if nested."""
+    """Apply ``change`` to each tensor ``[b, tokens, ...]`` or ``[1, 1, tokens, ...]`` (positions) in ``value``, a
+    tensor or nested lists and tuples.
+    """
 
     def changed(x: Any) -> Any:
         if isinstance(x, Tensor) and x.ndim > 3 and x.shape[:3] == (1, 1, tokens):
@@ -167,7 +171,9 @@ def counting_tables(model: nn.Module) -> list[nn.Module]:
 
 
 def ask_for_all_positions(model: nn.Module) -> list[Any]:
-    """Make rotary and position embeddings use positions in the full sequence; return the hooks' handles."""
+    """Make rotary and position embeddings use positions in the full sequence, not among this rank's tokens; return the
+    handles of the hooks.
+    """
     tables = counting_tables(model)
     handles: list[Any] = [
         table.register_forward_pre_hook(_by_places, with_kwargs=True) for table in tables

@@ -292,7 +292,7 @@ class FlashOnCuda(ScoreKernel):
 
 
 def _row_blocks(q: Tensor, k: Tensor) -> list[slice]:
-    """Split the query rows into slices whose scores have at most ``_SCORES`` entries each."""
+    """Split the queries' rows into slices, so that the attention scores of a slice are at most ``_SCORES`` numbers."""
     rows = max(
         1,
         _SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]),

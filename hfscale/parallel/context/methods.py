@@ -90,7 +90,9 @@ def read(
     call: AttentionCall,
     source: Source,
 ) -> Tensor:
-    """Return the attention of ``q`` to all keys of ``source``. The head dims of queries and values may differ."""
+    """Return the attention of ``q`` to the keys and values of all ranks that ``source`` provides. The head dims of
+    queries and values may differ.
+    """
     width = v.shape[-1]
     widest = padded_width(max(q.shape[-1], width), q.device)
     # padding zeros do not change scores, and are removed from the output

@@ -81,7 +81,9 @@ class ContextParallel(Part, ContextAxis):
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> Iterator[None]:
-        """Clear the recorded forward passes after the step, unless some are still running."""
+        """After a step, forget the forward passes that were recorded for recomputed layers, unless some passes are
+        still running.
+        """
         try:
             yield
         finally:

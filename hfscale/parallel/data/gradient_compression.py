@@ -82,7 +82,10 @@ def compresses(plan: Plan) -> bool:
 def install_compression(
     model: nn.Module, plan: Plan, mesh: Mesh, unit: Callable[[], float]
 ) -> list[Compressor]:
-    """Replace FSDP2's average over replicas by a compressed one; return the compressors, which have a state to save."""
+    """Replace FSDP2's average of gradients over replicas by a compressed one.
+
+    Return the compressors, since they have a state (such as error feedback) that belongs to a saved training state.
+    """
     kept = list[Compressor]()
     asked = str(plan.layout.gradient_compression)
     compressor = provided("gradient_compressions", asked)

@@ -82,7 +82,7 @@ class DataParallel(Part, DataAxes):
         return [tensor for compressor in self._compressing for tensor in compressor.tensors()]
 
     def state(self, runtime: Runtime) -> dict[str, Any]:
-        """Return the state of gradient compression (error feedback), which only the same layout can load."""
+        """Return the state of gradient compression (error feedback), to be saved; only the same layout can load it."""
         if not self._compressing:
             return {}
         return {

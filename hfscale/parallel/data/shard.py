@@ -55,7 +55,7 @@ def wrapped_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def reshard(wrapped: Sequence[FSDPModule]) -> None:
-    """Free all gathered weights, including those that a forward pass without a backward pass has left gathered."""
+    """Free all gathered weights, also those that a forward pass without a backward pass has not freed."""
     for module in wrapped:
         module.reshard()
 
@@ -218,7 +218,7 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) 
 def _of_several_layers(
     model: nn.Module, plan: Plan, mesh: Mesh, layers: Sequence[nn.Module]
 ) -> dict[nn.Parameter, nn.Module]:
-    """Return the adapter parameters that several layers compute with, each with the module that holds it."""
+    """Return the adapter parameters that belong to several layers, each with the module that holds the parameter."""
     held: dict[nn.Parameter, int] = {}
     for layer in layers:
         for parameter in layer.parameters():
@@ -269,7 +269,7 @@ def _layers(
 
 
 def _found_by_any(mesh: Mesh, here: list[bool]) -> list[bool]:
-    """Return, for each flag in ``here``, whether the flag is true on any data rank."""
+    """Return, for each flag in ``here``, whether it is true on at least one data rank; collective."""
     anywhere = torch.tensor(here, dtype=torch.uint8, device=mesh.device)
     for group in mesh.loss_groups:
         dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=group)
@@ -321,9 +321,10 @@ def _shard_experts(
 
 
 def _data_mesh(device_mesh: DeviceMesh, mesh: Mesh, shards_alone: bool, spread: bool) -> DeviceMesh:
-    """Return the device mesh over which FSDP2 reduces gradients.
+    """Return the device mesh over which FSDP2 shards parameters and reduces gradients.
 
-    With ``spread``, return the mesh of the experts' data axes. With ``shards_alone``, leave out the replicas.
+    By default this is the mesh of the data axes; with ``spread``, it is the mesh of the experts' data axes. With
+    ``shards_alone``, the axis of replicas is left out.
     """
     replicate, shard = data_axes(spread)
     return device_mesh[

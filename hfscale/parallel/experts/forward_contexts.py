@@ -1,4 +1,6 @@
-"""Track the forward passes of a model, so that each layer can look up the batch and the loss of its forward pass."""
+"""Track the forward passes of a model, so that each MoE layer, also when recomputed, finds the padding and the loss of
+its pass.
+"""
 
 import inspect
 from collections.abc import Mapping
@@ -32,7 +34,7 @@ class Pass:
 
 
 class ForwardContexts(ForwardPasses[Pass]):
-    """Track the latest forward passes of a model."""
+    """Keep, for the latest forward passes of a model, the data that their MoE layers read and update."""
 
     def __init__(self, draws: bool) -> None:
         super().__init__()

@@ -76,7 +76,9 @@ class RouterLogits:
 
 
 class Routing:
-    """Hold the routing state that all MoE layers of a model use."""
+    """Hold what all MoE layers of a model need for routing: the options, the counters of tokens per expert, and the
+    biases to update.
+    """
 
     def __init__(self, mesh: Mesh, options: RoutingConfig) -> None:
         self.options = options
@@ -90,7 +92,7 @@ class Routing:
         self.biases: dict[str, ChoiceBias] = {}
 
     def count_anew(self) -> None:
-        """Set all counters to zero."""
+        """Set the counters of tokens per expert to zero, in all layers."""
         self.asked = False
         for counter in self.counters.values():
             counter.reset()
@@ -176,8 +178,8 @@ class LayerRouting:
         self.counter = self.routing.counters[self.planned.name] = LayerCounter(self.planned.count)
 
     def choose(self, index: Tensor, weights: Tensor) -> Choice:
-        """Return the choice of experts of ``n`` tokens, given the stock router's ``index [n, k]`` and ``weights [n,
-        k]``.
+        """Return the experts and weights that ``n`` tokens use, given those that the stock router has chosen: ``index
+        [n, k]`` and ``weights [n, k]``.
         """
         if self.routing.asked and not recomputing():
             self.routing.count_anew()
@@ -274,8 +276,8 @@ class LayerRouting:
         )
 
     def _own_tokens(self, now: Pass, rows: int) -> "_OwnTokens":
-        """Return which tokens of the batch this rank has. Raise :class:`ConfigError` if their number is not
-        ``rows``.
+        """Return which tokens of the batch this rank has. Raise :class:`ConfigError` if ``rows``, the number of tokens
+        that the experts got, is another number.
         """
         (samples, tokens), rank = now.real.shape, self.mesh.tp_rank
         lengths = share_evenly(tokens, self.mesh.layout.tp) if self.is_cut() else []

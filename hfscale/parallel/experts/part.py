@@ -35,7 +35,9 @@ class ExpertRouting(Part):
 
     @property
     def masks_padding(self) -> bool:  # type: ignore[override]
-        """Return whether routing reads the padding mask: padding does not count in router losses and capacities."""
+        """Return whether MoE layers need to know which tokens are padding, which count neither in router losses nor for
+        capacities.
+        """
         return self.routing is not None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:

@@ -109,7 +109,7 @@ class RouteReplay(Part):
         self._recorded: list[_Pass] | None = None
 
     def take_out(self, runtime: Runtime, weights: LocalWeights) -> None:
-        """Remove the hooks."""
+        """Remove the hooks that replay and record choices of experts."""
         while self._handles:
             self._handles.pop().remove()
 

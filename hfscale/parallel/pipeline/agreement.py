@@ -53,7 +53,7 @@ class _Report:
 
 
 class StageAgreement:
-    """Exchange with all other stages which stages train, and the state of tied tensors."""
+    """Exchange with all other stages, before a step, which stages train, and the state of tied tensors."""
 
     def __init__(self, runtime: Runtime) -> None:
         assert runtime.plan.stages is not None
@@ -103,7 +103,9 @@ class StageAgreement:
         return [self._runtime.mesh.rank_in_stage, *trains, *states], sums
 
     def _training_stages(self, live: dict[str, nn.Parameter]) -> set[int]:
-        """Return the stages in which a parameter of this rank trains; tied tensors do not count."""
+        """Return the stages of this rank in which a parameter trains; parameters that are tied to another stage do not
+        count.
+        """
         tied = {id(live[self._held[name]]) for name in self._tied if name in self._held}
         stages = set()
         for name, parameter in live.items():

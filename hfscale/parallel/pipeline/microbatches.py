@@ -84,7 +84,9 @@ def is_of_towers(value: Any) -> bool:
 
 
 def hidden_shape(batch: Microbatch) -> tuple[int, int]:
-    """Return the numbers of samples and tokens of this rank's hidden states, without sequence parallelism."""
+    """Return the batch size and the number of tokens of this rank's hidden states, before they are sharded by sequence
+    parallelism.
+    """
     samples, tokens = tokens_of(batch)
     return samples, tokens if batch.tokens is None else batch.tokens
 
@@ -221,7 +223,8 @@ def most_in_flight(plan: Plan, num_microbatches: int | None) -> tuple[int, ...]:
 
 
 def in_flight_together(plan: Plan, num_microbatches: int | None) -> tuple[int, ...]:
-    """Return, per stage, the microbatches in flight at the time when all stages of its rank together hold the most.
+    """Return, per stage, the microbatches that it holds at the time when all stages of its rank have the most in flight
+    in total.
 
     A single stage may hold more microbatches at another time.
     """
@@ -237,7 +240,8 @@ def in_flight_together(plan: Plan, num_microbatches: int | None) -> tuple[int, .
 def in_flight_of_ranks(
     schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int
 ) -> tuple[int, ...]:
-    """Return, per rank, the largest number of microbatches that its stages, assumed to be of equal size, hold together.
+    """Return, per rank, the largest number of microbatches that are in flight at once on all of its stages, which are
+    assumed to be of equal size.
 
     At most ``2 pp_size`` microbatches of a step are simulated, because more do not change the result.
     """

@@ -66,7 +66,9 @@ def plan_pipeline(draft: Draft) -> None:
 
 
 def _check_stage_layers(draft: Draft) -> bool:
-    """Return whether ``stage_layers`` adds up to the number of layers; record a problem if not."""
+    """Return whether the layout's ``stage_layers`` (the number of layers of each stage) adds up to the model's number
+    of layers; record a problem if not.
+    """
     asked = draft.layout.stage_layers
     layers = draft.stack
     if asked is None or sum(asked) == len(layers):
@@ -125,7 +127,7 @@ def _crosses_borders(draft: Draft) -> tuple[str, str] | None:
 
 
 def _layers_with_pictures(draft: Draft, layers: int, stages: int) -> int:
-    """Return how many layers the first stage must have at least: images are added after each of these layers."""
+    """Return how many layers must be on the first stage of a model that adds images after each of its first layers."""
     towers = draft.feature(TowersPlan)
     asked = draft.layout.stage_layers
     first = 0 if towers is None else towers.first_layers

@@ -125,25 +125,32 @@ class Pipeline(Executor):
         return share_out(given, wanted, self._layout.pp, accepts, towers)
 
     def uncut(self) -> AbstractContextManager[None]:
-        """Do not split batches inside the ``with`` block if the schedule accepts their number as microbatches."""
+        """Do not split batches inside the ``with`` block: each batch is a microbatch, if the schedule accepts their
+        number.
+        """
         return attribute_replaced(self, "_uncut", True)
 
     def fewest_rows(self) -> int:
-        """Return the smallest number of rows that a batch can have: one row per microbatch."""
+        """Return the smallest number of rows that a batch can have: the number of microbatches, with
+        one row in each.
+        """
         # Every schedule can run 2 * pp_size microbatches.
         return int(self._layout.num_microbatches or 2 * self._layout.pp)
 
     def passes_together(self, microbatches: int) -> int:
-        """Return how many passes of a step gather weights, reduce gradients or exchange tokens.
+        """Return how many passes of a step use collectives over data or expert ranks: to gather weights, reduce
+        gradients or exchange tokens.
 
-        0 means that this is done once per step and not in every pass.
+        Return 0 if no pass does, because weights are gathered and gradients are reduced once per step.
         """
         layout = self._layout
         each = layout.weights_regather or layout.reduce_each_microbatch or layout.expert_batches > 1
         return microbatches if each else 0
 
     def check_plain_call(self, call: str) -> None:
-        """Refuse ``loss.backward()``: backward passes run inside the pipeline's schedule."""
+        """Raise :class:`ConfigError` for ``loss.backward()``, because backward passes run only inside the pipeline's
+        schedule.
+        """
         raise ConfigError(
             f"{self._layout.describe()}: {call} cannot run backward through pipeline stages: use loss "
             "= hfscale.train_step(model, batch), which leaves the gradients in .grad"
@@ -238,7 +245,8 @@ class Pipeline(Executor):
         self._agreement.compare_numbers(told)
 
     def _set_training_stages(self, backward: bool) -> None:
-        """Set, before the first transfer of a step, which stages train.
+        """Tell this rank's stages, before the first transfer of a step, whether they train and whether the stage before
+        them does.
 
         Raises:
             ConfigError: the step has a backward pass, and no parameter of any stage trains.
@@ -308,7 +316,9 @@ class Pipeline(Executor):
         return leaving
 
     def _reads(self, stage: Stage, name: str, value: Any) -> bool:
-        """Return whether a stage reads an input: labels only on the last stage, inputs of towers only on the first."""
+        """Return whether a stage gets an input of the batch: labels go only to the last stage, inputs of vision or
+        audio towers only to the first, all others to every stage.
+        """
         added = self._runtime.plan.batch_fields.get(name)
         if name in _LABELS or (added is not None and added.is_target):
             return stage.index == len(self._stages.stages) - 1

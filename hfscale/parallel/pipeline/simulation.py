@@ -33,7 +33,7 @@ class Costs:
     stages: tuple[float, ...] = ()
 
     def duration(self, kind: Kind, stage: int = 0) -> float:
-        """Return the duration of one action."""
+        """Return the duration of an action of ``kind`` on ``stage``."""
         return float(getattr(self, kind)) * (self.stages[stage] if self.stages else 1.0)
 
 

@@ -36,7 +36,9 @@ class Cost:
         return Cost(self.flops + other.flops, self.parameters + other.parameters)
 
     def work(self, batch_tokens: int = _BATCH_TOKENS) -> int:
-        """Return the FLOPs of a training step, plus the FLOPs that would take as long as the optimizer's update."""
+        """Return the cost of the modules in a training step as one number, in FLOPs: those of the passes, plus the
+        FLOPs that would take as long as the optimizer's update.
+        """
         return _BACKWARD * self.flops * batch_tokens + _UPDATE * self.parameters
 
 
@@ -52,7 +54,8 @@ class LayerCosts:
     shared: Cost = Cost()  # modules that every stage holds
 
     def balanced(self, stages: int, first: int = 0) -> tuple[int, ...]:
-        """Return the number of layers of each stage, balanced by work (:func:`hfscale.plan.stages.balance`).
+        """Return how many layers each stage gets, so that stages have similar costs
+        (:func:`hfscale.plan.stages.balance`).
 
         The first stage gets at least ``first`` layers.
         """

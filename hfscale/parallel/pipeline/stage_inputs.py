@@ -37,7 +37,9 @@ class StageInputs:
     ] = ()  # modules of a layer list's first layer that every stage with layers of the list also holds
 
     def beside_all(self, layers: Sequence[str]) -> list[str]:
-        """Return the modules and parameters that a stage with these layers holds in addition to the layers."""
+        """Return the names of the modules and parameters, other than its layers, that a stage with ``layers`` holds
+        because these layers need them.
+        """
         items = [item for layer in layers for item in self.beside.get(layer, ())]
         lists = {layer.rpartition(".")[0] for layer in layers}
         borrowed = (
@@ -137,9 +139,9 @@ def trace(draft: Draft, layer_list: str) -> StageInputs | None:
 
 
 def _refuse_shared_pictures(draft: Draft, shared: set[str]) -> None:
-    """Record a problem if all layers of a multimodal model read the token embeddings.
+    """Record a problem if all layers of a multimodal model read the input embeddings of the tokens.
 
-    The embeddings include images, and only the first stage has the images.
+    The embeddings contain images, which only the first stage has.
     """
     embedding = input_embedding(draft.model)
     if draft.feature(TowersPlan) is not None and any(
@@ -180,7 +182,9 @@ def _phases(
 
 
 def find_stacks(draft: Draft, lists: list[str]) -> TwoStacks | None:
-    """Return the two stacks of an encoder-decoder; record a problem and return ``None`` if it cannot be divided."""
+    """Return the names of the encoder and of the decoder of an encoder-decoder that can be divided into stages;
+    otherwise record a problem and return ``None``.
+    """
     model: Any = draft.model
     encoder = _name(draft, getattr(model, "get_encoder", lambda: None)())
     decoder = _name(draft, getattr(model, "get_decoder", lambda: None)())

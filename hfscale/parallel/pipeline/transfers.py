@@ -48,7 +48,7 @@ _Kind = tuple[tuple[int, ...], torch.dtype]
 
 
 def rank_programs(order: Order, name: str = "this order") -> list[list[Step]]:
-    """Return every rank's program.
+    """Return the program of each rank: its computations in the given order, with the sends and receives between them.
 
     Raises:
         ConfigError: the order has updates inside a step, or a pair that can never begin.
@@ -120,10 +120,11 @@ def _steps(piece: Sequence[Action], homes: Mapping[int, int]) -> Iterator[tuple[
 
 
 class ActivationTypes:
-    """Hold trailing dims and dtype of the activations that each stage receives, for training and for evaluation.
+    """Hold the shape and dtype of the hidden states that each stage receives, without the dims for samples and tokens,
+    for training and for evaluation.
 
-    They are sent over the control group together with the first activations. The numbers of samples and tokens are
-    known from the batch.
+    A stage sends them to the next stage over the control group, together with its first hidden states. The numbers of
+    samples and tokens are known from the batch.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -147,11 +148,12 @@ class ActivationTypes:
         peer: int,
         training: bool,
     ) -> None:
-        """Send to ``stage``, on rank ``peer``, the trailing dims and dtype of its hidden states; only the first time.
+        """Send the trailing dims and dtype of the hidden states ``stream`` to rank ``peer``, which holds ``stage``. Do
+        so only once for training and once for evaluation.
 
         Raises:
-            ConfigError: the dims or dtype of ``stream`` differ from those announced before, or its first dims are not
-                ``leading``.
+            ConfigError: the dims or dtype differ from those sent before, or the first dims are not ``leading``
+                (samples, tokens).
         """
         kind = tuple(stream.shape[len(leading) :]), stream.dtype
         if tuple(stream.shape[: len(leading)]) != leading or kind[1] not in _DTYPES:
@@ -185,7 +187,7 @@ class ActivationTypes:
         return self._known[stage, training]
 
     def finish(self) -> None:
-        """Wait until the announcements have arrived."""
+        """Wait until the shapes and dtypes sent to other stages have arrived."""
         for _, work in self._sending:
             work.wait()
         self._sending.clear()

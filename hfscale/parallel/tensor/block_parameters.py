@@ -24,7 +24,9 @@ _PARTIAL: tuple[None, tuple[str, ...]] = (None, ("tp",))
 
 @dataclass(frozen=True)
 class PlacedBlock:
-    """Describe one block of a model."""
+    """Describe one tensor-parallel block (attention, MLP) of a model, with the plan that its parameters
+    are added to.
+    """
 
     draft: Draft  # the model's plan under construction
     name: str  # the name of the block's module
@@ -176,7 +178,7 @@ def _cut_other(block: PlacedBlock, child: str, dim: int, fused: int) -> None:
 
 
 def _share_rest(block: PlacedBlock) -> Iterator[str]:
-    """Plan every module in the block whose parameters have no rule yet as replicated; yield the module's name."""
+    """Plan the modules in a block whose parameters have no sharding rule yet as replicated; yield their names."""
     draft = block.draft
     outside = tuple(map(block.path, block.role.outside))
     for path, module in draft.modules[block.name].named_modules(prefix=block.name):

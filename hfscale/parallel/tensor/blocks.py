@@ -141,7 +141,9 @@ def _reads_others_keys(draft: Draft, block: str, role: Block) -> bool:
 
 
 def _group_attributes(draft: Draft, block: str) -> list[str]:
-    """List the attributes inside a block that hold the number of query heads per key/value head."""
+    """List the attributes of modules inside a block that hold the number of query heads per key/value head, as paths in
+    the block.
+    """
     modules = draft.modules[block].named_modules()
     return [f"{name}.{_GROUPS}".lstrip(".") for name, module in modules if _GROUPS in vars(module)]
 
@@ -178,7 +180,9 @@ def _block(draft: Draft, name: str, role: Block, layers: list[str]) -> BlockPlan
 
 
 def _local_attributes(block: PlacedBlock) -> tuple[tuple[str, int], ...]:
-    """List the size attributes (numbers of heads, widths) that a rank must divide, with their divisors."""
+    """List the attributes of a block that are sizes (numbers of heads, widths), each with the number by which a tensor
+    rank divides it.
+    """
     draft = block.draft
     role = block.role
 
@@ -196,7 +200,7 @@ def _local_attributes(block: PlacedBlock) -> tuple[tuple[str, int], ...]:
 
 
 def _divisor(block: PlacedBlock, attribute: str) -> int:
-    """Return the number by which ``attribute`` is divided to get its local value.
+    """Return the number by which a tensor rank divides ``attribute``, a number of heads or a width of a block.
 
     This is ``tp_size``, or ``tp_size / replicas`` for a count of key/value heads that several ranks hold.
     """
@@ -302,8 +306,8 @@ def key_value_replicas(draft: Draft, attention: Any, groups: int) -> int:
 
 
 def check_block_heads(draft: Draft, blocks: list[BlockPlan]) -> None:
-    """Add a problem if ``tp_size`` would split a head in a block that has another number of heads than the config
-    names, for example in an encoder or a tower.
+    """Add a problem if ``tp_size`` does not divide the number of heads of a block, which for an encoder or a tower may
+    differ from the number in the config.
     """
     if draft.problems:
         return
@@ -320,7 +324,9 @@ def check_block_heads(draft: Draft, blocks: list[BlockPlan]) -> None:
 
 
 def _heads_of_config(draft: Draft) -> tuple[int | None, int | None]:
-    """Return the config's numbers of heads and key/value heads; if layers differ, their greatest common divisors."""
+    """Return the config's numbers of attention heads and of key/value heads. If layers have different numbers, return
+    their greatest common divisors.
+    """
     config = text_config(draft.config)
     # If the config has this field, the usual field names count the encoder's heads.
     heads = key_heads = counts(config, ("decoder_attention_heads",))

@@ -119,7 +119,7 @@ class LazyLogits(Tensor):
         return raw if self.finish is None else self.finish(raw)
 
     def split_rows(self, sizes: list[int]) -> "list[LazyLogits]":
-        """Split along the first dim into lazy logits with ``sizes`` rows."""
+        """Split lazy logits along the first dim into several lazy logits, with ``sizes`` rows."""
         parts = [
             LazyLogits(hidden, self.head, self.sample, self.graph)
             for hidden in self.hidden.split(sizes)
@@ -182,7 +182,8 @@ def _record(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> LazyLogits | None:
-    """Return the logits after ``func``, or ``None`` if ``func`` is no known pointwise operation on lazy logits.
+    """Return lazy logits that also record ``func``, or ``None`` if ``func`` is no known pointwise operation on lazy
+    logits.
 
     Other operands must be plain numbers.
     """
@@ -221,7 +222,7 @@ def _record(
 
 @dataclass(frozen=True)
 class _Step:
-    """Replay a recorded operation after the operations recorded before it."""
+    """Apply one recorded operation to real logits, after the operations that were recorded before it."""
 
     before: "_Step | None"  # the operation before this one
     function: Callable[..., Tensor]

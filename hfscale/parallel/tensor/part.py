@@ -69,9 +69,10 @@ def router_loss_counted_once() -> Iterator[None]:
 
 
 def share_of_router_loss(loss: Tensor, ranks: int) -> Tensor:
-    """Return ``loss`` with its gradient divided by ``ranks``.
+    """Return ``loss`` with its gradient divided by ``ranks``, so that the sum of the gradients over tensor ranks counts
+    the loss once.
 
-    Every tensor rank computes the same loss, and the gradients of the ranks are summed.
+    Every tensor rank computes the same loss.
     """
     share = loss / ranks
     return share + (loss - share).detach()
@@ -174,7 +175,9 @@ class TensorParallel(Part, SequenceAxis):
     def around_stage_pass(
         self, runtime: Runtime, arrives: int | None, leaves: bool
     ) -> AbstractContextManager[None]:
-        """Make a pipeline stage receive and send hidden states that are sharded along the sequence."""
+        """Tell the layers of a pipeline stage, before its pass, whether the hidden states that it receives and sends
+        are sharded along the sequence.
+        """
         for region in self.regions:
             if not region.plan.alone:
                 region.passes(arrives, leaves)
@@ -260,7 +263,7 @@ class RandomStreams(Part):
         )
 
     def synchronize(self, runtime: Runtime) -> None:
-        """Agree on random streams once: before the first training step, but after the user has seeded."""
+        """Set the random streams of all ranks once: before the first training step, but after the user has seeded."""
         if not self.agreed:
             agree_on_replicated_stream(runtime.mesh)
             self.agreed = True

@@ -1,4 +1,6 @@
-"""Plan tensor parallelism: blocks, the vocabulary (the head and the input embedding), and the loss."""
+"""Plan tensor parallelism: the attention and MLP blocks, the vocabulary (the head and the input embedding), and the
+loss.
+"""
 
 import re
 from typing import Any

@@ -84,6 +84,8 @@ def candidate(layers: list[nn.Module], layer_list: str) -> Loan | None:
 
 
 def lend(loan: Loan, module: nn.Module, layer: nn.Module) -> None:
-    """Make another layer of the list use ``module``, without registering it: the module keeps a single name."""
+    """Make ``layer`` use ``module``, which belongs to the first layer of its list, without registering it: the module
+    keeps a single name.
+    """
     owner: Any = layer.get_submodule(loan.owner)
     owner.__dict__.update({loan.child: module, **dict(loan.flags)})

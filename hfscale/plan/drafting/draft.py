@@ -103,13 +103,13 @@ class Draft:
 
     @property
     def stack(self) -> list[str]:
-        """The layers of the stock model."""
+        """The names of the stock model's layers, without layers that a feature has added."""
         return self.layers[: len(self.layers) - len(self.added_layers)]
 
     @property
     def decoders(self) -> list[str]:
-        """The names of all modules of the stock layers' class: the stock model's layers, and those inside added
-        layers.
+        """The names of all modules that have the class of the stock model's layers: the model's layers, and those
+        inside layers that a feature has added.
         """
         return [*self.stack, *self.added_layers.values()]
 

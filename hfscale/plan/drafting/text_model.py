@@ -119,5 +119,7 @@ def _with_cross_inputs(inner: Any, lists: list[str], child: str, block: Block) -
 
 
 def other_inputs(text: Any) -> tuple[str, ...]:
-    """Return the inputs of a multimodal model's text model that ordinary text models do not have."""
+    """Return the inputs of a multimodal model's text model that text models outside of multimodal
+    models do not have.
+    """
     return tuple(name for name in inspect.signature(text.forward).parameters if name not in _PLAIN)

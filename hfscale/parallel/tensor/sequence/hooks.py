@@ -48,7 +48,9 @@ def install_sequence_hooks(
 def draw_sums_alike(
     region: SequenceRegion, block: str, rows: Sequence[nn.Module], exits: Sequence[nn.Module]
 ) -> None:
-    """Make dropout between the row projections of ``block`` and the block's exits draw the same mask on every rank."""
+    """Make dropout draw the same mask on every tensor rank from the row projections of ``block``, whose outputs are
+    partial sums, to the modules ``exits`` at the end of the block.
+    """
     for row in rows:
         row.register_forward_pre_hook(
             lambda module, _: region.random.enter_sums(module, block) if region.cut else None

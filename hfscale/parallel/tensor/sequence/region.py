@@ -67,7 +67,7 @@ class ForwardPass:
 
 
 class Running:
-    """Hold the pass of the running layer for the layer's compiled code.
+    """Hold the forward pass to which the running layer belongs, where the layer's compiled code can read it.
 
     Compiled code cannot read the pass from the autograd graph, and would treat sizes of tensors in a model's attributes
     as constants.
@@ -92,7 +92,9 @@ class SequencePasses:
         self._begun: list[weakref.ref[ForwardPass]] = []
 
     def begin(self, total: int, share: Tensor) -> None:
-        """Begin a pass over samples of ``total`` tokens; ``share`` has this rank's tokens."""
+        """Begin a forward pass over samples of ``total`` tokens; ``share`` is the first layer's input, which has only
+        this rank's tokens.
+        """
         self.latest = begun = ForwardPass(total, share.shape[0])
         self._begun.append(weakref.ref(begun))
         # The backward pass is done when the gradient of the first layer's sharded input is computed.
@@ -101,7 +103,9 @@ class SequencePasses:
         keep_with_graph(share, begun)
 
     def waiting(self) -> list[ForwardPass]:
-        """Return the passes with live graphs whose backward pass is not done; if there is none, the latest pass."""
+        """Return the forward passes whose autograd graph is alive and whose backward pass is not done; if there is
+        none, the latest pass.
+        """
         self._begun = [reference for reference in self._begun if reference() is not None]
         alive = [
             started
@@ -210,7 +214,9 @@ class SequenceRegion:
 
     @property
     def active(self) -> bool:
-        """Return whether layers run in a pass that saves activations, or are being recomputed."""
+        """Return whether hidden states may be sharded in the current pass: it saves activations, or layers are being
+        recomputed.
+        """
         return self._open or self._recomputes_layers
 
     @property
@@ -248,7 +254,7 @@ class SequenceRegion:
         return current
 
     def note_stream(self, share: Tensor) -> None:
-        """Record the pass of the layer that runs next, for its compiled code."""
+        """Record the forward pass to which the layer that runs next belongs, for the layer's compiled code."""
         RUNNING.told = self._pass_of(share, whole=False) if self.cut else None
 
     def enter(self, x: Tensor) -> Tensor:
@@ -273,7 +279,9 @@ class SequenceRegion:
         return partial(start_all_gather, **how), partial(start_reduce_scatter, **how), entries
 
     def leave(self, x: Tensor) -> Tensor:
-        """Reduce-scatter partial sums for all tokens to the sums for this rank's tokens."""
+        """Reduce-scatter the partial sums of all tokens over the tensor ranks: each rank gets the sums
+        of its tokens.
+        """
         return reduce_scatter_to_sequence_region(
             x, self.lengths(x, whole=True), self.group, _dim(x)
         )
@@ -288,7 +296,9 @@ class SequenceRegion:
         )
 
     def sum_later(self, embedding: nn.Module) -> bool:
-        """Return whether the embedding may leave the sum over the ranks to the first layer."""
+        """Return whether the embedding may return partial sums, which the first layer's reduce-scatter then sums over
+        the tensor ranks.
+        """
         # A user's hook may add something to the embedding's output (noise, for example), which must be added only once.
         # one of the hooks is hfscale's, which calls this method
         hooked = counts_forward_hooks(embedding) > 1
@@ -296,7 +306,8 @@ class SequenceRegion:
         return self._partial
 
     def enter_head(self, x: Tensor) -> Tensor | None:
-        """Return the head's input, connected to this stack's sharded output, if ``x`` is that output; else ``None``.
+        """Return ``x`` with a gradient that goes directly to this rank's tokens, if ``x`` is the gathered output of
+        this stack; else ``None``.
 
         The gradient then needs a single reduce-scatter.
         """
@@ -338,7 +349,9 @@ class SequenceRegion:
         self.random.reset()
 
     def cut_before(self, layer: nn.Module, x: Tensor) -> Tensor | None:
-        """Return this rank's tokens of ``x`` if ``layer`` is the first and ``x`` has all tokens; else ``None``."""
+        """Return this rank's tokens of ``x``, the input of ``layer``, if ``layer`` is the first layer and ``x`` has all
+        tokens; else ``None``.
+        """
         # Recomputation may start before or after this hook, depending on transformers' version.
         first = self._first is layer if self._recomputes_layers else self._total is None
         if not first:
@@ -359,7 +372,9 @@ class SequenceRegion:
         self._passes.begin(total, share)
 
     def finish(self) -> bool:
-        """Record that the last layer has run; return whether :meth:`gather` must gather its output."""
+        """Record that the last layer of the stack has run; return whether its output is sharded and must be gathered by
+        :meth:`gather`.
+        """
         if self._leaves:
             return False
         cut = self.cut
