@@ -1,4 +1,4 @@
-"""Hold the fields of a plan, with the lookups that other modules need."""
+"""Hold the fields of a plan, with functions that look up parameters, layers and ranks in them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,13 +20,14 @@ if TYPE_CHECKING:  # a plan is data: nothing here computes
 
 @dataclass(frozen=True)
 class Feature:
-    """Hold the plan of one feature of a layout as numbers and names, in addition to cuts and reductions of parameters.
-    The code that runs the feature gets the plan with :meth:`PlanContents.feature`, by the plan's class. Tables and
-    programs read the plans of all features.
+    """Hold what is planned for one feature of a layout (recomputation, offload ...), as numbers and names.
+
+    How parameters are sharded is planned elsewhere, in :class:`ParameterPlan`. Code that runs the feature gets this
+    object from :meth:`PlanContents.feature`, by its class. Tables and programs read these objects of all features.
     """
 
     def describe(self, plan: "PlanContents") -> list[str]:
-        """Return the lines about this feature that are printed below the plan's table; none by default."""
+        """Return the lines that the plan's table prints about this feature; none by default."""
         return []
 
     @property
@@ -44,7 +45,7 @@ class Feature:
 
     @property
     def optional_layers(self) -> tuple[str, ...]:
-        """Return the layers that run only in training; they are the last layers of the model."""
+        """Return the names of the layers that run only in training; they are the last layers of the model."""
         return ()
 
     @property
@@ -54,7 +55,7 @@ class Feature:
 
     @property
     def adds_loss(self) -> str:
-        """Return the option, in words, by which this feature adds to the model's loss; empty if it does not."""
+        """Return the option by which this feature adds a term to the model's loss, in words; empty if it adds none."""
         return ""
 
 
@@ -106,7 +107,7 @@ class PlanContents:
 
     @property
     def optional_layers(self) -> tuple[str, ...]:
-        """The layers that run only in training; they are the last layers of the model."""
+        """The names of the layers that run only in training; they are the last layers of the model."""
         return tuple(layer for feature in self.features for layer in feature.optional_layers)
 
     @property
@@ -116,28 +117,30 @@ class PlanContents:
 
     @property
     def adds_loss(self) -> str:
-        """The options, in words, by which features add to the model's loss; empty if no feature does."""
+        """The options by which features add terms to the model's loss, in words; empty if no feature does."""
         return ", ".join(feature.adds_loss for feature in self.features if feature.adds_loss)
 
     @property
     def quantized_weights(self) -> tuple[str, ...]:
-        """Names of the parameters that are held in 4 or 8 bits, or as stored."""
+        """Names of the parameters that are quantized: to 4 or 8 bits, or as in their checkpoint."""
         return () if self.quantized is None else self.quantized.weights
 
     @cached_property
     def by_name(self) -> dict[str, ParameterPlan]:
-        """Parameters by name."""
+        """The plan of each parameter, by the parameter's name."""
         return {parameter.name: parameter for parameter in self.parameters}
 
     @property
     def lookup_shape(self) -> tuple[int, int] | None:
-        """The shape of the weight of :attr:`lookup`: vocabulary size and width."""
+        """The shape of the weight of the input embedding: vocabulary size and width; ``None`` if there is no such
+        embedding.
+        """
         table = self.by_name.get(f"{self.lookup}.weight")
         return None if table is None else (table.shape[0], table.shape[1])
 
     @cached_property
     def of_layers(self) -> dict[str, tuple[ParameterPlan, ...]]:
-        """The parameters in each layer, including the parameters of adapters."""
+        """The plans of the parameters in each layer, by the layer's name, including those of adapters."""
         depths = {layer.count(".") + 1 for layer in self.layers}
         by_layer: dict[str, list[ParameterPlan]] = {layer: [] for layer in self.layers}
         for parameter in self.parameters:
@@ -148,7 +151,9 @@ class PlanContents:
 
     @cached_property
     def replicas(self) -> tuple[int, ...]:
-        """All numbers, above 1, of consecutive tensor ranks that hold the same shard of a parameter; ascending."""
+        """The numbers, above 1, of consecutive tensor ranks that hold the same shard of some parameter; ascending, each
+        once.
+        """
         return tuple(
             sorted(
                 {
@@ -202,8 +207,11 @@ class PlanContents:
         )
 
     def local_names(self, rank: int) -> dict[str, str]:
-        """Return, for the owned parameters on pipeline rank ``rank``, their names on this rank. A name differs if the
-        rank holds a tied tensor only under its second name.
+        """Return the names of the parameters that pipeline rank ``rank`` holds: from the name in the plan to the name
+        on this rank.
+
+        A tied tensor has its first name in the plan. On a rank that holds it only under its second name, the name
+        differs.
         """
         if rank not in self._local_names:
             names: dict[str, str] = {}
@@ -218,13 +226,14 @@ class PlanContents:
         return {}
 
     def primary_rank(self, name: str) -> int:
-        """Return the pipeline rank that counts and saves an owned parameter: the rank of the parameter's first
-        stage.
+        """Return the pipeline rank that counts and saves parameter ``name``: the rank of the first stage that holds it.
+
+        ``name`` is the first name of a tied tensor.
         """
         return 0 if self.stages is None else self.stages.ranks[self._stages_with(name)[0]]
 
     def holders(self, name: str) -> tuple[int, ...]:
-        """Return all pipeline ranks that hold an owned parameter, ascending."""
+        """Return all pipeline ranks that hold parameter ``name``, ascending; several ranks may hold a tied tensor."""
         return (
             (0,)
             if self.stages is None
@@ -242,7 +251,7 @@ class PlanContents:
         return sum(prod(planned.shape) for planned in self.owned())
 
     def owned(self) -> tuple[ParameterPlan, ...]:
-        """Return the parameters without the second names of tied tensors."""
+        """Return each parameter once: a tied tensor under its first name."""
         return self._owned
 
     @cached_property

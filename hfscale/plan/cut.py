@@ -36,11 +36,17 @@ class Cut:
 
     @property
     def most_replicas(self) -> int:
-        """The largest number of ranks that hold the same chunk of a part."""
+        """The largest number of ranks that hold the same chunk of one of the fused matrices; 1 if nothing is
+        replicated.
+        """
         return max(self.replicas, default=1)
 
     def spans(self, length: int, rank: int) -> list[tuple[int, int]]:
-        """Return ``(start, stop)`` of each part's chunk on ``rank``, in a dim of ``length`` entries."""
+        """Return ``(start, stop)`` of the chunk that ``rank`` holds of each fused matrix, in a dim of ``length``
+        entries.
+
+        A dim without fused matrices counts as one matrix.
+        """
         parts = self.parts or (length,)
         result = []
         offset = 0
@@ -63,8 +69,8 @@ class Cut:
     def local_spans(
         self, length: int, rank: int, replicas: Callable[[int], bool]
     ) -> list[tuple[int, int]]:
-        """Return ``(start, stop)``, within the *shard* of ``rank``, of every part whose number of replicas the function
-        ``replicas`` accepts.
+        """Return where fused matrices lie in the shard of ``rank``: ``(start, stop)`` for each matrix that is held by
+        ``n`` ranks with ``replicas(n)`` true.
         """
         spans = self.spans(length, rank)
         result = []
@@ -84,7 +90,9 @@ class Cut:
         return sum(stop - start for start, stop in self.spans(length, rank))
 
     def take(self, tensor: Tensor, rank: int) -> Tensor:
-        """Return the shard of a full tensor that ``rank`` holds: a view if the cut has one part, else a copy."""
+        """Return the shard of a full tensor that ``rank`` holds: a view, or a copy if the tensor has several fused
+        matrices.
+        """
         spans = self.spans(tensor.shape[self.dim], rank)
         pieces = [tensor.narrow(self.dim, start, stop - start) for start, stop in spans]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
@@ -95,7 +103,9 @@ def cut_shape(
     cuts: Sequence[Cut],
     ranks: dict[str, int],
 ) -> tuple[int, ...]:
-    """Return the local shape on the rank at coordinates ``ranks`` (axis -> rank) after all ``cuts``, in order."""
+    """Return the shape that a rank holds of a tensor of shape ``shape`` after all ``cuts``, in order. ``ranks`` gives
+    the rank's index on each axis.
+    """
     local = list(shape)
     for cut in cuts:
         local[cut.dim] = cut.local_length(local[cut.dim], ranks.get(cut.axis, 0))
@@ -107,8 +117,10 @@ def share_spans(
     cuts: Sequence[Cut],
     ranks: dict[str, int],
 ) -> list[Spans]:
-    """Return, per dim of a full tensor, the spans of the shard at coordinates ``ranks`` (axis -> rank). Adjacent spans
-    are merged.
+    """Return, for each dim of a full tensor, the intervals of entries that one rank holds. ``ranks`` gives the rank's
+    index on each axis.
+
+    Adjacent intervals are merged.
     """
     spans: list[Spans] = [[(0, size)] for size in shape]
     for cut in cuts:
@@ -125,8 +137,8 @@ def _spans_between(
     low: int,
     high: int,
 ) -> Iterator[tuple[int, int]]:
-    """Concatenate ``spans``, and yield entries ``low`` to ``high`` of the concatenation as spans of the original
-    dim.
+    """Yield, as intervals of the original dim, the entries ``low`` to ``high`` of a shard that consists of the
+    intervals ``spans``.
     """
     offset = 0
     for start, stop in spans:
@@ -147,8 +159,8 @@ def _joined(spans: Iterator[tuple[int, int]]) -> Spans:
 
 
 def overlaps(wanted: Spans, held: Spans) -> list[tuple[int, int, int]]:
-    """Return the overlaps of two shards of one dim: for each overlap, the offset in shard ``wanted``, the offset in
-    shard ``held``, and the length.
+    """Return the entries that two shards of one dim have in common, as intervals: for each, the offset in shard
+    ``wanted``, the offset in shard ``held``, and the length.
     """
     pieces = []
     into = 0
@@ -165,7 +177,7 @@ def overlaps(wanted: Spans, held: Spans) -> list[tuple[int, int, int]]:
 
 
 def narrow_spans(spans: Spans, within: Spans) -> Spans:
-    """Return the intersection of ``spans`` and ``within``, as positions in the concatenation of ``within``."""
+    """Return the entries of ``spans`` that a shard with the entries ``within`` holds, as positions in this shard."""
     return [(place, place + length) for _, place, length in overlaps(spans, within)]
 
 
@@ -175,7 +187,7 @@ def write_share(
     cuts: Sequence[Cut],
     ranks: dict[str, int],
 ) -> None:
-    """Copy one rank's shard into its place in the full tensor ``target``: the inverse of :meth:`Cut.take` by all
+    """Copy one rank's shard into its place in the full tensor ``target``. This is the inverse of sharding by all
     ``cuts``.
     """
     if not cuts:

@@ -1,5 +1,6 @@
-"""Hold the plan of each feature of a layout, in addition to cuts and reductions of parameters: one frozen class
-each.
+"""Hold, for each feature of a layout, what is planned: one frozen class for each feature.
+
+How parameters are sharded and their gradients reduced is planned elsewhere.
 """
 
 from collections.abc import Sequence
@@ -61,8 +62,10 @@ def recomputed(plan: PlanContents) -> RecomputePlan:
 BLOCK = 256  # entries per scale
 BYTES = 1 + 4 / BLOCK  # bytes per entry, including the entry's fraction of the scale
 FEW = 16
-"""Tensors that are smaller than the layer's input by this factor stay exact: log-sum-exps and statistics of norms, by
-which other values are divided, rotary tables, and router logits."""
+"""If activations are saved in 8 bits, tensors with at most 1/16 as many entries as the layer's input stay exact.
+
+These are log-sum-exps and statistics of norms, by which other values are divided, rotary tables, and router logits.
+"""
 
 
 @dataclass(frozen=True)
@@ -111,9 +114,9 @@ def offloaded(plan: PlanContents) -> OffloadPlan:
 
 
 def refuse_aside(name: str, asked: str = "offload_optimizer=True") -> None:
-    """Raise :class:`ConfigError` for an optimizer that cannot update weights in separate copies.
+    """Raise :class:`ConfigError` if the optimizer ``name`` cannot update copies of the weights in place of the weights.
 
-    The option ``asked`` needs such copies.
+    The option ``asked`` needs such copies, for example on the CPU.
     """
     if name in ("adafactor", "muon"):
         raise ConfigError(
@@ -124,13 +127,15 @@ def refuse_aside(name: str, asked: str = "offload_optimizer=True") -> None:
 
 @dataclass(frozen=True)
 class ScoresPlan(Feature):
-    """Describe eager attention, which keeps a score for every head and pair of tokens."""
+    """Describe eager attention, which saves attention scores for every head and pair of tokens."""
 
     heads: int  # query heads of a layer, over all tensor ranks
 
 
 def heads_with_scores(plan: PlanContents) -> int:
-    """Return how many heads keep scores; 0 for fused attention, and for context parallelism."""
+    """Return how many heads of a layer save attention scores for the backward pass; 0 for fused attention, and for
+    context parallelism.
+    """
     planned = plan.feature(ScoresPlan)
     return 0 if planned is None or plan.layout.cuts_sequences else planned.heads
 
@@ -168,13 +173,15 @@ class ProductsPlan(Feature):
 
 
 def counted(names: Sequence[str]) -> str:
-    """Return the kinds of modules among ``names`` as text, each kind with its number of modules."""
+    """Return ``names`` of modules as a text that lists each kind of module (names that differ only in layer numbers)
+    with its count.
+    """
     wild = [wild_name(name) for name in names]
     return ", ".join(f"{name} x{wild.count(name)}" for name in dict.fromkeys(wild))
 
 
 def weights_in_8_bits(plan: PlanContents) -> frozenset[str]:
-    """Return the names of the parameters whose matrix products are in 8 bits."""
+    """Return the names of the weights whose matrix products are computed in 8 bits."""
     planned = plan.feature(ProductsPlan)
     return (
         frozenset() if planned is None else frozenset(f"{name}.weight" for name in planned.modules)
@@ -182,7 +189,7 @@ def weights_in_8_bits(plan: PlanContents) -> frozenset[str]:
 
 
 def gathered_in_8_bits(plan: PlanContents) -> frozenset[str]:
-    """Return the parameters that data ranks gather in 8 bits.
+    """Return the names of the weights that data ranks all-gather in 8 bits.
 
     These are the weights of matrix products in 8 bits, except the weights whose norms DoRA reads.
     """
@@ -196,7 +203,7 @@ def gathered_in_8_bits(plan: PlanContents) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class TowersPlan(Feature):
-    """Plan the towers and projectors (images, audio) around a text model, and the layers that read only the
+    """Plan the vision and audio towers and the projectors of a multimodal model, and the layers that read only the
     outputs of towers.
     """
 
@@ -218,7 +225,9 @@ class TowersPlan(Feature):
         return [f"{beside}: {what}, whole on {where}{gathered}"]
 
     def holds(self, name: str) -> bool:
-        """Return whether the parameter or module ``name`` is one of ``items``, or inside one of them."""
+        """Return whether the parameter or module ``name`` belongs to the towers: it is one of ``items``, or inside one
+        of them.
+        """
         return any(name == item or name.startswith(f"{item}.") for item in self.items)
 
 
@@ -238,13 +247,13 @@ class OwnLossPlan(Feature):
 
 @dataclass(frozen=True)
 class FusedAdaptersPlan(Feature):
-    """Plan the projections whose LoRA is computed by one fused operator; PEFT's code computes all other adapters."""
+    """Plan which projections compute their LoRA by one fused operator, and which leave it to PEFT's code."""
 
     fused: int  # number of projections with fused LoRA
     others: tuple[tuple[str, str], ...] = ()  # other projections with LoRA, each with the reason
 
     def computes(self, weight: str) -> bool:
-        """Return whether the adapters of a projection's weight are fused."""
+        """Return whether the LoRA of the projection with this weight is computed by the fused operator."""
         return weight.removesuffix(".weight") not in dict(self.others)
 
     def describe(self, plan: PlanContents) -> list[str]:
@@ -257,6 +266,8 @@ class FusedAdaptersPlan(Feature):
 
 
 def is_fused(plan: PlanContents, weight: str) -> bool:
-    """Return whether the LoRA of a projection's weight is fused; the projection's input is then saved uncast, once."""
+    """Return whether the LoRA of a projection's weight is fused. The projection's input is then saved once and in its
+    own dtype.
+    """
     planned = plan.feature(FusedAdaptersPlan)
     return planned is not None and planned.computes(weight)

@@ -46,8 +46,8 @@ def _tokens(plan: PlanContents, module: str) -> str:
 
 
 def describe_sequence(plan: PlanContents) -> list[str]:
-    """Return a line per sequence-parallel region: where hidden states are sharded, and which modules run on all
-    tokens.
+    """Return, for each stack of layers under sequence parallelism, a line that says where hidden states are sharded,
+    and which modules run on all tokens.
     """
     lines = []
     for region in plan.sequence_regions:

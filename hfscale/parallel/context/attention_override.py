@@ -73,7 +73,9 @@ class AttentionCall:
 
 
 Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, MaskBlocks, AttentionCall], Tensor]
-"""``(module, q [b, h, s, d], k, v [b, h / g, s, d], mask, call)`` -> ``[b, h, s, d]``."""
+"""Type of the function that computes one attention call: ``(module, q, k, v, mask, call)`` -> output. ``q`` and the
+output are ``[batch, query heads, tokens, head dim]``, ``k`` and ``v`` ``[batch, key/value heads, tokens, head dim]``.
+"""
 
 
 @dataclass
@@ -86,7 +88,7 @@ _passage: ContextVar[_Passage | None] = ContextVar("a pass over parts of sequenc
 
 
 class AttentionOverride:
-    """Replace the attention of one model: the attention implementation in its ``configs`` becomes hfscale's."""
+    """Replace transformers' attention in one model: in each of ``configs``, set hfscale's attention implementation."""
 
     def __init__(self, configs: list[Any]) -> None:
         self._configs = [(config, implementation_of(config)) for config in configs]
@@ -94,7 +96,9 @@ class AttentionOverride:
             set_implementation(config, answer(_PREFIX, host, _attention, _mask))
 
     def leave_out(self, module: nn.Module) -> None:
-        """Let transformers compute a module's attention, also inside ``passing``, by a copy of the module's config."""
+        """Leave one module to transformers' attention, also inside ``passing``: its config becomes a copy with the
+        original implementation.
+        """
         hosts = {id(config): host for config, host in self._configs}
         for inner in module.modules():
             if (host := hosts.get(id(getattr(inner, "config", None)))) is not None:
@@ -130,7 +134,9 @@ def attending() -> Attend | None:
 
 
 def learn(batch: CutBatch) -> None:
-    """Replace the batch of the current forward pass, for example by one whose positions are known."""
+    """Replace the batch of the current forward pass by one that has more information, such as positions that the model
+    has computed.
+    """
     passage = _passage.get()
     assert passage is not None
     passage.batch = batch

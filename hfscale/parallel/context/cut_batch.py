@@ -73,7 +73,9 @@ class CutBatch:
 
     @property
     def cut_first(self) -> tuple[str, ...]:
-        """The arguments that are sharded before the model runs, even if other inputs are sharded at the text model."""
+        """The arguments that are sharded before the model runs. A multimodal model's other arguments are sharded later,
+        at the input of its text model.
+        """
         return (*_CUT_FIRST, *self.added)
 
     def places(self, device: torch.device | None = None) -> Tensor:
@@ -106,13 +108,18 @@ def cut_batch(
     whole_mask: bool = False,
     added: Mapping[str, BatchField] | None = None,
 ) -> tuple[CutBatch, dict[str, Any]]:
-    """Return the description of the full batch for context rank ``rank`` of ``size``, and the batch of its tokens.
+    """Return a description of the batch of full sequences for context rank ``rank`` of ``size``, and the batch with
+    only this rank's tokens.
 
     Args:
+        batch: the batch of full sequences.
+        size: number of context ranks.
+        rank: this context rank.
         shift: by how many tokens ``labels`` are shifted (1 for causal language models).
-        counted: the positions that the model counts by itself; used if the batch has no ``position_ids``.
-        inside: shard only the arguments that the text model does not receive; the text model's inputs are sharded
-            at its first module (:func:`.inner_hooks.cut_inside`).
+        counted: the positions that the model would give the tokens of the full sequences; used if the batch has no
+            ``position_ids``, since the model would count this rank's tokens from 0.
+        inside: whether the model has a text model inside, at whose input its inputs are sharded later
+            (:func:`.inner_hooks.cut_inside`). Then only the other arguments, such as labels, are sharded here.
         whole_mask: give the model the ``attention_mask`` of all tokens. The model makes biases of it (ALiBi, Press et
             al. 2022) for attention that runs on full sequences.
         added: the arguments that features add to the batch, by name.
@@ -161,7 +168,9 @@ def cut_batch(
 
 
 def cut_inputs(batch: CutBatch, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Select this rank's tokens from keyword arguments of full sequences; arguments without a token dim stay."""
+    """Return keyword arguments with only this rank's tokens of the full sequences; arguments without a token dim are
+    unchanged.
+    """
     marks = {name: given[mask] for name, mask in AT_MARKED.items() if given.get(name) is not None}
     return {
         name: _marked(value, marks[name], batch) if name in marks else _part(name, value, batch)
@@ -181,7 +190,9 @@ def _padding(mask: Any) -> Tensor | None:
 
 
 def _marked(rows: list[Tensor], marks: Tensor, batch: CutBatch) -> list[Tensor]:
-    """Select this rank's tokens from tensors that have a row for each token that is true in ``marks [b, s]``."""
+    """Select this rank's tokens from tensors that have one row for each token that the mask ``marks [b, s]`` marks, in
+    order.
+    """
     own = torch.zeros_like(marks)
     own[:, batch.places(marks.device)] = True
     kept = own[marks.bool()].bool()
@@ -203,8 +214,11 @@ def _part(name: str, value: Any, batch: CutBatch) -> Any:
 
 @dataclass
 class MaskBlocks:
-    """Hold the attention mask of one forward pass as transformers' mask function, evaluated only for the blocks that
-    kernels need. A block (queries of one interval, keys of another) is skipped, full, causal, or masked otherwise.
+    """Evaluate the attention mask of one forward pass block by block; a block has the queries of one interval of tokens
+    and the keys of another.
+
+    A block is skipped (no query reads a key), full (every query reads every key), causal, or masked in another way.
+    Only for a block of the last kind is a mask tensor made.
     """
 
     batch: CutBatch
@@ -225,7 +239,9 @@ class MaskBlocks:
     _others: dict[int, "MaskBlocks"] = field(default_factory=dict)
 
     def of_examples(self) -> "MaskBlocks":
-        """Return this mask with padding hidden, and with documents of packed rows hidden from each other."""
+        """Return this mask restricted to single examples: no query reads padding, or a key of another document in a
+        packed row.
+        """
         function = self.function
         batch = self.batch
         starts = (
@@ -243,23 +259,30 @@ class MaskBlocks:
 
     @cached_property
     def members(self) -> tuple[list[Tensor], Tensor]:
-        """Each rank's token indices among the tokens of the group, and the permutation that restores their order."""
+        """For each rank of this rank's group, the indices of its tokens among the group's tokens, and the permutation
+        that sorts the concatenated tokens of all these ranks by position.
+        """
         places = self.batch.split.members(self.batch.rank, self.device)
         return places, torch.cat(places).argsort()
 
     @cached_property
     def dense(self) -> Any:
-        """The mask of all tokens in the form in which transformers makes it for the model."""
+        """The mask of all tokens as transformers makes it for the model's attention implementation, for example as a
+        4-D tensor.
+        """
         return self.host(self.function)
 
     def to(self, dtype: torch.dtype) -> "MaskBlocks":
-        """Return this mask with :attr:`dense` converted to ``dtype``."""
+        """Return a copy of this mask whose mask of all tokens, :attr:`dense`, is converted to ``dtype``."""
         return replace(
             self, host=lambda f: None if (made := self.host(f)) is None else made.to(dtype)
         )
 
     def filled(self) -> "MaskBlocks":
-        """Return this mask with ``idle`` set: queries without any key (left padding) read all keys equally."""
+        """Return this mask changed so that queries that may read no key (left padding) read all keys with equal weight.
+
+        These queries are marked in ``idle``.
+        """
         total = self.batch.split.total
         chunks = [
             (
@@ -276,11 +299,15 @@ class MaskBlocks:
 
     @cached_property
     def without_idle(self) -> "MaskBlocks":
-        """This mask without ``idle``: a query that may read no key reads nothing, instead of all keys equally."""
+        """This mask, but queries that may read no key (left padding) read nothing. The mask itself may let them read
+        all keys with equal weight.
+        """
         return self if self.idle is None else replace(self, idle=None, _kinds={}, _others={})
 
     def of_groups(self, size: int) -> "MaskBlocks":
-        """Return this mask for groups of ``size`` ranks, in which every rank has all tokens of its group."""
+        """Return this mask for head exchange (Ulysses) in groups of ``size`` ranks, where every rank computes all
+        tokens of its group.
+        """
         if size not in self._others:
             split = Split(self.batch.split.total, self.batch.split.size // size, size)
             batch = replace(self.batch, split=split, rank=self.batch.rank // size)
@@ -308,7 +335,11 @@ class MaskBlocks:
         return self._kinds[rows, columns]
 
     def _find_mask_kinds(self, pairs: Sequence[tuple[Interval, Interval]]) -> None:
-        """Compute the kinds of all pairs of intervals of a forward pass, with a single device synchronization."""
+        """Find, for each pair of a query interval and a key interval, whether its block of the mask is skipped, full,
+        causal or masked otherwise.
+
+        All pairs together take a single device synchronization.
+        """
         flags = dict[tuple[Interval, Interval], Tensor]()
         for rows, columns in (
             (rows, columns) for rows, columns in pairs if columns[0] < columns[1]
@@ -334,14 +365,18 @@ class MaskBlocks:
             )
 
     def of_own(self, own: slice) -> Tensor:
-        """Return ``[b, 1, rows, s]``: True where this rank's queries ``own`` attend to a key; idle queries: False."""
+        """Return ``[b, 1, rows, s]``, True where a query attends to a key. The rows are this rank's queries in the
+        slice ``own``, and the columns are all keys. Rows of queries that may read no key are False.
+        """
         return self._attends(
             self.batch.places(self.device)[own],
             torch.arange(self.batch.split.total, device=self.device),
         )
 
     def block(self, rows: Interval, columns: Interval) -> Tensor:
-        """Return ``[b, 1, rows, columns]``, True where a query attends to a key."""
+        """Return the mask of one block, ``[b, 1, rows, columns]``: True where a query in ``rows`` attends to a key in
+        ``columns``.
+        """
         attends = self._attends(
             *(torch.arange(*span, device=self.device) for span in (rows, columns))
         )
@@ -367,7 +402,11 @@ class MaskBlocks:
 
 
 def _causal_kind(rows: Interval, columns: Interval, starts: Sequence[Sequence[int]]) -> str:
-    """Return the kind of a block of a mask that is causal within documents that begin at ``starts``, by arithmetic."""
+    """Return whether a block of a mask is skipped, full, causal or masked otherwise, by arithmetic on positions.
+
+    The mask is causal within documents, which begin at the positions ``starts``. The block has the queries of interval
+    ``rows`` and the keys of interval ``columns``.
+    """
     if rows != columns and columns[0] < rows[1] and rows[0] < columns[1]:
         return MASKED
     if rows[0] < columns[0]:

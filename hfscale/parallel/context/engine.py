@@ -27,11 +27,17 @@ from .cut_batch import CAUSAL, MASKED, SKIPPED, CutBatch, MaskBlocks
 from .kernels import Kernel, ScoreBlock, finite, joined
 
 Backward = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""``(rank, k, v)`` -> this rank's terms of the gradients of rank ``rank``'s k and v, summed in 32 bits at least."""
+"""Type of the function that runs the backward pass over one rank's keys and values.
+
+``(rank, k, v)``: a context rank, and its keys and values. Returned are this rank's terms of the gradients of ``k`` and
+``v``, summed in at least 32 bits.
+"""
 
 
 class Source(Protocol):
-    """Provide the keys and values of all context ranks, one block per rank."""
+    """Provide the keys and values of all context ranks to attention, one block per rank; implementations differ in how
+    ranks communicate.
+    """
 
     def blocks(
         self,
@@ -46,7 +52,9 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Reading:
-    """Hold the mask, kernel and source of one attention call."""
+    """Hold what one attention call reads: the mask, the attention kernel, and the source of the ranks'
+    keys and values.
+    """
 
     mask: MaskBlocks
     kernel: Kernel
@@ -60,8 +68,10 @@ class Reading:
         return x.split([stop - start for start, stop in intervals], 2)
 
     def pairs(self, rank: int) -> Iterator[tuple[int, Interval, int, Interval]]:
-        """Yield ``(i, rows, j, columns)``, index and interval of this rank's queries and of ``rank``'s keys, for every
-        pair of intervals in which a query reads a key.
+        """Yield, for every interval of this rank's queries and every interval of the keys of ``rank``, ``(i, rows, j,
+        columns)``: the index of the query interval, the interval, the index of the key interval, the interval.
+
+        Pairs of intervals in which no query reads a key are left out.
         """
         batch = self.mask.batch
         for i, rows in enumerate(batch.split.pieces(batch.rank)):
@@ -183,25 +193,27 @@ def _merged(
 
 
 def _in_order(sums: dict[int, Tensor], pieces: Sequence[Tensor]) -> Tensor:
-    """Concatenate the gradients ``sums`` of a tensor's ``pieces``; a piece without a gradient gets zeros."""
+    """Concatenate the gradients of a tensor's intervals of tokens: ``sums[i]`` for ``pieces[i]``, or zeros if it has
+    none.
+    """
     return joined(
         [sums[i] if i in sums else torch.zeros_like(piece) for i, piece in enumerate(pieces)]
     )
 
 
 class OwnBlocks:
-    """Provide only this rank's keys and values; a :class:`Source`."""
+    """Provide only this rank's keys and values, for attention without communication; a :class:`Source`."""
 
     def blocks(
         self,
         k: Tensor,
         v: Tensor,
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield this rank's block; see :class:`Source`."""
+        """Yield this rank's keys and values as the only block: ``(0, k, v)``."""
         yield 0, k, v
 
     def gradients(self, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, Tensor]:
-        """Return this rank's gradients; see :class:`Source`."""
+        """Return the gradients of this rank's keys and values for this rank's queries; see :class:`Source`."""
         return backward(0, k, v)
 
 

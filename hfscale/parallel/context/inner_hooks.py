@@ -30,18 +30,27 @@ from .engine import OwnBlocks
 from .methods import read
 
 Gather = Callable[[Tensor, CutBatch], Tensor]
-"""``[b, own tokens, ...]`` -> ``[b, tokens, ...]`` in the order of the sequence; collective, differentiable."""
+"""Type of a function that all-gathers a tensor along the sequence: this rank's tokens ``[b, s of this rank, ...]`` ->
+all tokens ``[b, s, ...]``, in the order of the sequence. The function is collective and differentiable.
+"""
 _BY_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embeddings whose frequencies depend on the largest position (Peng et al. 2023; Ding et al. 2024)."""
 
 _BIASES = ("alibi", "position_bias")
-"""Arguments that hold a bias per key of the full sequence, ``[heads, 1, tokens]``. They are not gathered again, even
-where a rank has one token: the dim of size 1 does not index tokens.
+"""Names of arguments that hold an attention bias per key of the full sequence, ``[heads, 1, tokens]``.
+
+These arguments have all tokens already, so they are not gathered over context ranks. Their dim of size 1 does not index
+tokens, even if a rank has one token.
 """
 
 
 class WholeSequences:
-    """Run a token mixer on full sequences. ``current`` returns the sequences of the current, or recomputed, pass."""
+    """Run a token mixer (a module that mixes tokens) on full sequences: gather its inputs, and keep this rank's tokens
+    of its output.
+
+    ``current`` returns the batch of the running forward pass, or of the first forward pass of a layer that is
+    recomputed.
+    """
 
     def __init__(
         self, gather: Gather, current: Callable[[], CutBatch | None] = current_batch
@@ -50,7 +59,10 @@ class WholeSequences:
         self._current = current
 
     def install(self, module: nn.Module, reads_masks: bool = False) -> list[Any]:
-        """Install hooks on a mixer, or on attention in a family's own code that ``reads_masks``; return the handles."""
+        """Install hooks that run ``module`` on full sequences, and return the hooks' handles.
+
+        ``reads_masks``: the module is attention in a family's own code, which gets transformers' mask of all tokens.
+        """
         running: list[CutBatch | None] = []
 
         def before(
@@ -112,7 +124,9 @@ def own_tokens(output: Any, batch: CutBatch) -> Any:
 
 
 def _on_tokens(value: Any, tokens: int, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply ``change`` to tensors ``[b, tokens, ...]`` and ``[1, 1, tokens, ...]`` (positions), also if nested."""
+    """Apply ``change`` to each tensor ``[b, tokens, ...]`` or ``[1, 1, tokens, ...]`` (positions) in ``value``, a
+    tensor or nested lists and tuples.
+    """
 
     def changed(x: Any) -> Any:
         if isinstance(x, Tensor) and x.ndim > 3 and x.shape[:3] == (1, 1, tokens):
@@ -123,9 +137,10 @@ def _on_tokens(value: Any, tokens: int, change: Callable[[Tensor], Tensor]) -> A
 
 
 def _padding(value: Tensor | None, batch: CutBatch) -> Tensor | None:
-    """Return the padding mask of all tokens, in the dtype of ``value``.
+    """Return the padding mask of all tokens, in the dtype of the given mask ``value`` (boolean if ``value`` is
+    ``None``).
 
-    Return ``None`` if there is neither padding nor a ``value``.
+    If the batch has no padding, return ones for a given mask, and ``None`` for ``None``.
     """
     if batch.padding is None:
         return None if value is None else value.new_ones(len(value), batch.split.total)
@@ -135,12 +150,15 @@ def _padding(value: Tensor | None, batch: CutBatch) -> Tensor | None:
 def read_alone(
     _: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall
 ) -> Tensor:
-    """Return the attention of a rank that has full sequences, without communication."""
+    """Compute attention on this rank only, which has the queries, keys and values of full sequences."""
     return read(q, k, v, call.sinks, mask, call, OwnBlocks())
 
 
 def counting_tables(model: nn.Module) -> list[nn.Module]:
-    """Return position embeddings that number their input's tokens; none if ``model`` takes ``position_ids``."""
+    """Return the position embeddings that count positions from the first token of their input.
+
+    Return an empty list if ``model`` takes ``position_ids``, which it passes to its position embeddings.
+    """
     if takes_argument(model, "position_ids"):  # which the model passes to the position embeddings
         return []
     tables = list[nn.Module]()
@@ -153,7 +171,9 @@ def counting_tables(model: nn.Module) -> list[nn.Module]:
 
 
 def ask_for_all_positions(model: nn.Module) -> list[Any]:
-    """Make rotary and position embeddings use positions in the full sequence; return the hooks' handles."""
+    """Make rotary and position embeddings use positions in the full sequence, not among this rank's tokens; return the
+    handles of the hooks.
+    """
     tables = counting_tables(model)
     handles: list[Any] = [
         table.register_forward_pre_hook(_by_places, with_kwargs=True) for table in tables
@@ -212,8 +232,11 @@ def _own_positions(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def cut_inside(text: nn.Module, learned: Callable[[CutBatch], None] = learn) -> Any:
-    """Install a hook that selects this rank's tokens from the inputs of ``text``, which are for full sequences. Return
-    the hook's handle. ``learned`` is called with the batch and the positions that the outer model has computed.
+    """Install a hook on ``text``, the text model of a multimodal model, that selects this rank's tokens from its
+    inputs.
+
+    The multimodal model calls ``text`` with full sequences. ``learned`` is called in each pass with the batch,
+    including the positions that the multimodal model has computed. Returned is the hook's handle.
     """
     names = list(inspect.signature(text.forward).parameters)
 

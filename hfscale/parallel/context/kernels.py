@@ -29,7 +29,7 @@ _SCORES = 1 << 25  # entries of a tensor of scores; a backward pass holds about 
 
 @dataclass(frozen=True)
 class ScoreBlock:
-    """Describe how the queries of one block read its keys."""
+    """Describe the masking and dropout of one block of attention scores: queries of one interval, keys of another."""
 
     causal: bool = False  # row ``i`` reads columns 0 to ``i``
     # ``[b, 1, rows, columns]``, 0 or minus infinity, added to scores; ``None``: no mask except ``causal``
@@ -40,7 +40,7 @@ class ScoreBlock:
     first: int = 0  # index of the first row in the whole block, for the causal mask
 
     def of_rows(self, rows: slice) -> "ScoreBlock":
-        """Return the description of the block's rows ``rows``."""
+        """Return this description for the query rows ``rows`` of the block."""
         if rows.start == 0 and rows.stop is None:
             return self
         bias = None if self.bias is None else self.bias[:, :, rows]
@@ -123,7 +123,7 @@ class ScoreKernel:
         v: Tensor,
         block: ScoreBlock,
     ) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp."""
+        """Return the output of attention over the block's keys, and the log-sum-exp of each query's scores."""
         out, lse = zip(
             *(
                 self._forward(q[:, :, rows], k, v, block.of_rows(rows))
@@ -188,7 +188,11 @@ class ScoreKernel:
         v: Tensor,
         block: ScoreBlock,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradient of some query rows, and these rows' terms of k's and v's gradients, in scores' dtype."""
+        """Return the gradient of some query rows, and the terms that these rows add to the gradients of ``k`` and
+        ``v``.
+
+        The gradient of the rows is in the dtype of ``q``; the terms are in the dtype of the scores, at least 32 bits.
+        """
         scores, slope = self._scores(q, k, block)
         wide = scores.dtype
         grad_ = _grouped(grad, k).to(wide)
@@ -288,7 +292,7 @@ class FlashOnCuda(ScoreKernel):
 
 
 def _row_blocks(q: Tensor, k: Tensor) -> list[slice]:
-    """Split the query rows into slices whose scores have at most ``_SCORES`` entries each."""
+    """Split the queries' rows into slices, so that the attention scores of a slice are at most ``_SCORES`` numbers."""
     rows = max(
         1,
         _SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]),

@@ -1,4 +1,6 @@
-"""Run one attention call over context ranks, by the plan's method or by a method that fits the call's shapes."""
+"""Run one attention call over context ranks by the layout's ``cp_method``. ``auto`` chooses a method for each call, and
+``heads_ring`` becomes ``ring`` if the numbers of heads do not fit.
+"""
 
 from collections.abc import Sequence
 from math import prod
@@ -37,7 +39,9 @@ class HeadExchange:
         self.own = dist.get_rank(group)
 
     def to_heads(self, x: Tensor) -> Tensor:
-        """Exchange ``[b, h, s of this rank, d]`` for ``[b, h / n, s of all, d]``, in sequence order."""
+        """Exchange ``[b, h, this rank's tokens, d]`` for ``[b, h / n, all ranks' tokens, d]``, in sequence order, over
+        ``n`` ranks.
+        """
         b, h, _, d = x.shape
         size = len(self.members)
         shapes = [(b, h // size, len(member), d) for member in self.members]
@@ -45,7 +49,7 @@ class HeadExchange:
         return torch.cat(received, 2).index_select(2, self.order)
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """Exchange ``[b, h / n, s of all, d]`` for ``[b, h, s of this rank, d]``."""
+        """Exchange ``[b, h / n, all ranks' tokens, d]`` for ``[b, h, this rank's tokens, d]``, over ``n`` ranks."""
         b, h, _, d = x.shape
         parts = [x.index_select(2, member) for member in self.members]
         return torch.cat(
@@ -61,7 +65,9 @@ class HeadExchange:
         parts: list[Tensor],
         shapes: Sequence[tuple[int, ...]],
     ) -> list[Tensor]:
-        """Send ``parts[r]`` to rank ``r``, and return the tensors received, ``shapes[r]`` from rank ``r``."""
+        """Send ``parts[r]`` to each rank ``r``; return the received tensors, where the one from rank ``r`` has shape
+        ``shapes[r]``.
+        """
         sizes = [prod(shape) for shape in shapes]
         flat = torch.cat([part.reshape(-1) for part in parts])
         received = all_to_all(flat, [part.numel() for part in parts], sizes, self.group)
@@ -84,7 +90,9 @@ def read(
     call: AttentionCall,
     source: Source,
 ) -> Tensor:
-    """Return the attention of ``q`` to all keys of ``source``. The head dims of queries and values may differ."""
+    """Return the attention of ``q`` to the keys and values of all ranks that ``source`` provides. The head dims of
+    queries and values may differ.
+    """
     width = v.shape[-1]
     widest = padded_width(max(q.shape[-1], width), q.device)
     # padding zeros do not change scores, and are removed from the output
@@ -105,7 +113,11 @@ def read(
 
 
 class ContextAttention:
-    """Compute attention over sharded sequences. With ``heads_ring``, groups of ``together`` ranks exchange heads."""
+    """Compute attention over sequences that are sharded over context ranks, by ``method``, a value of ``cp_method``.
+
+    With ``heads_ring``, ranks exchange heads for tokens in groups of ``together`` ranks, and keys and values travel
+    around a ring of groups.
+    """
 
     def __init__(self, method: str, mesh: Mesh, together: int) -> None:
         group = mesh.group("cp")

@@ -1,4 +1,6 @@
-"""Install context parallelism into a model: the part of the runtime for ``cp_size > 1``."""
+"""Install context parallelism (``cp_size > 1``) into a model: hooks for forward passes, steps and the sharding of
+batches.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -79,7 +81,9 @@ class ContextParallel(Part, ContextAxis):
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> Iterator[None]:
-        """Clear the recorded forward passes after the step, unless some are still running."""
+        """After a step, forget the forward passes that were recorded for recomputed layers, unless some passes are
+        still running.
+        """
         try:
             yield
         finally:
@@ -154,7 +158,7 @@ class ContextParallel(Part, ContextAxis):
         )
 
     def _record_positions(self, batch: CutBatch) -> None:
-        """Record the batch with the positions that the outer model passes to its text model."""
+        """Record the batch with the positions that a multimodal model has computed for its text model."""
         learn(batch)
         if self._passes is not None:
             self._passes.begin(batch)

@@ -19,7 +19,10 @@ from ...plan.drafting.text_model import find_text_model, other_inputs
 from ...plan.sequence_split import heads_fit
 
 AT_MARKED = {"deepstack_visual_embeds": "visual_pos_masks"}
-"""Name of a list of tensors -> name of the mask ``[b, s]``: the tensors have one row per token that the mask marks."""
+"""Names of inputs that are lists of tensors, each with the name of the mask ``[b, s]`` that belongs to it.
+
+Each tensor of the list has one row for every token that the mask marks.
+"""
 _CUT_INSIDE = ("visual_pos_masks", "per_layer_inputs", *AT_MARKED)
 """Inputs of multimodal models' text models, in addition to the embeddings, that :mod:`.cut_batch` shards by token."""
 _MANY = 8  # number of layers of the largest tiny clone
@@ -27,7 +30,9 @@ _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_heads")
 
 
 def plan_context(draft: Draft) -> None:
-    """Check on a tiny clone that sequences can be sharded, and plan their sharding; do nothing if ``cp_size`` is 1."""
+    """Plan how sequences are sharded, after a check on a tiny copy of the model that they can be; do nothing if
+    ``cp_size`` is 1.
+    """
     size = draft.layout.cp
     if size == 1:
         return
@@ -107,7 +112,11 @@ class _Reading:
 
 
 def _find(draft: Draft, text: str, layers: dict[str, nn.Module]) -> _Reading:
-    """Find the modules that mix tokens, on a clone with every kind of module in the model's ``layers``."""
+    """Find the modules that mix tokens, by running a tiny copy of the model with few layers.
+
+    If the tiny copy lacks a kind of module that the model's ``layers`` have, the result says why sequences cannot be
+    sharded, unless the module is known to compute each token separately.
+    """
     unseen = list[str]()
     # Some kinds of modules occur only every few layers.
     for count in (
@@ -141,14 +150,14 @@ def _find(draft: Draft, text: str, layers: dict[str, nn.Module]) -> _Reading:
 
 
 def _is_tokenwise(draft: Draft, name: str, module: nn.Module) -> bool:
-    """Return whether a module that is missing from the clone is known to compute each token separately."""
+    """Return whether a module is known, without a run of the module, to compute each token separately."""
     mixture = any(f"{each.name}.".startswith(f"{name}.") for each in draft.mixtures)
     return mixture or is_tokenwise(module) or "MLP" in type(module).__name__
 
 
 def modules_in_layers(model: nn.Module, text: str) -> dict[str, nn.Module]:
-    """Return, by name, the direct children of every member of a module list in ``text``: the modules inside layers, and
-    inside members of lists that are nested in layers.
+    """Return, by name, the modules inside the layers of ``text``: the direct children of each entry of each module
+    list, including lists that are nested in layers.
     """
     inside = added_decoders(model)
     members = (
@@ -174,8 +183,9 @@ def _heads(draft: Draft) -> tuple[int, int]:
 
 
 def _share_out_heads(draft: Draft, size: int, heads: int, keys: int) -> int:
-    """Return the number of ranks that exchange heads; 1 for methods that do not exchange heads. Add a problem to
-    ``draft`` if the heads do not divide evenly over the ranks.
+    """Return how many ranks exchange heads in a group under ``cp_method="heads_ring"``; 1 for all other methods.
+
+    For ``heads`` and ``heads_ring``, add a problem to ``draft`` if no possible group of ranks divides the heads evenly.
     """
     method = draft.layout.cp_method
     if method not in ("heads", "heads_ring"):

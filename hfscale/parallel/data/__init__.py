@@ -1,1 +1,3 @@
-"""Shard and replicate a model over the data axes, after all other axes: FSDP2 over ``dp_shard``, HSDP with replicas."""
+"""Shard a model with FSDP2 over ``dp_shard``, and replicate it over ``dp_replicate`` (HSDP), after it is sharded over
+all other axes.
+"""

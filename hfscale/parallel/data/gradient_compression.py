@@ -36,8 +36,8 @@ class Compressor:
         group: the process group of the replicas.
         sizes: the shapes of the buffer's parameters, in order.
         rank: rank of low-rank factors, the layout's ``powersgd_rank``.
-        seed: a number that differs between buffers.
-        unit: returns the loss scale.
+        seed: the seed of the compressor's random numbers, different for each buffer.
+        unit: returns the factor on the loss before its backward pass, by which the gradients are multiplied.
     """
 
     # default rank of the factors; ``None`` if the compressor has no factors
@@ -82,7 +82,10 @@ def compresses(plan: Plan) -> bool:
 def install_compression(
     model: nn.Module, plan: Plan, mesh: Mesh, unit: Callable[[], float]
 ) -> list[Compressor]:
-    """Replace FSDP2's average over replicas by a compressed one; return the compressors, which have a state to save."""
+    """Replace FSDP2's average of gradients over replicas by a compressed one.
+
+    Return the compressors, since they have a state (such as error feedback) that belongs to a saved training state.
+    """
     kept = list[Compressor]()
     asked = str(plan.layout.gradient_compression)
     compressor = provided("gradient_compressions", asked)

@@ -1,4 +1,4 @@
-"""Install the data axes in a model as one part of its runtime."""
+"""Install FSDP2, for the data axes ``dp_shard`` and ``dp_replicate``, in a model."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +21,7 @@ from .weights import install_local_weights
 
 
 class DataParallel(Part, DataAxes):
-    """Shard the model over the data ranks, after all other axes."""
+    """Shard the model over the data ranks with FSDP2, once it is sharded over all other axes."""
 
     state_key = "DataParallel"
 
@@ -76,11 +76,13 @@ class DataParallel(Part, DataAxes):
         return shard.forgotten_if_it_raises(self._model)
 
     def left_out(self) -> list[Tensor]:
-        """Return the tensors that gradient compression keeps between steps: error feedback and low-rank factors."""
+        """Return the tensors that gradient compression keeps between steps, in addition to parameters and optimizer
+        state: error feedback and low-rank factors.
+        """
         return [tensor for compressor in self._compressing for tensor in compressor.tensors()]
 
     def state(self, runtime: Runtime) -> dict[str, Any]:
-        """Return the state of gradient compression (error feedback), which only the same layout can load."""
+        """Return the state of gradient compression (error feedback), to be saved; only the same layout can load it."""
         if not self._compressing:
             return {}
         return {
@@ -95,7 +97,11 @@ class DataParallel(Part, DataAxes):
                 compressor.put_state(saved, runtime.mesh.device)
 
     def around_interleaved(self, runtime: Runtime, backward: bool) -> AbstractContextManager[None]:
-        """Reduce gradients once, after the ``with`` block; gather weights once (``weights_regather``: per pass)."""
+        """Run several passes at once without FSDP2 collectives between layers: gradients are reduced once, at the end
+        of the ``with`` block.
+
+        Weights are gathered once for all passes or, with the layout's option ``weights_regather``, again for each pass.
+        """
         regather = bool(runtime.mesh.layout.weights_regather)
         return shard.one_reduction(runtime.model, backward=backward, regather=regather)
 

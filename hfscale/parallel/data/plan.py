@@ -24,7 +24,7 @@ def plan_data(draft: Draft) -> None:
 
 
 def has_data_ranks(model: Planned) -> bool:
-    """Return whether ranks compute on different tokens, so that FSDP2 wraps the model."""
+    """Return whether ranks get different batches or tokens, so that FSDP2 must wrap the model."""
     return model.plan.layout.data_world > 1
 
 

@@ -55,7 +55,7 @@ def wrapped_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def reshard(wrapped: Sequence[FSDPModule]) -> None:
-    """Free all gathered weights, including those that a forward pass without a backward pass has left gathered."""
+    """Free all gathered weights, also those that a forward pass without a backward pass has not freed."""
     for module in wrapped:
         module.reshard()
 
@@ -69,9 +69,9 @@ def _gathered(wrapped: Sequence[FSDPModule]) -> list[FSDPModule]:
 
 @contextmanager
 def as_shards(wrapped: Sequence[FSDPModule]) -> Iterator[None]:
-    """Reshard the weights for the ``with`` block, and gather again afterwards those that were gathered before.
+    """Reshard all weights for the ``with`` block; gather again at its end the weights that were gathered at its start.
 
-    Values that are set inside the block are therefore part of the weights gathered for a pending backward pass.
+    If the block changes weights, a pending backward pass therefore reads the changed weights.
     """
     gathered = _gathered(wrapped)
     reshard(wrapped)
@@ -83,7 +83,10 @@ def as_shards(wrapped: Sequence[FSDPModule]) -> Iterator[None]:
 
 
 def refuse_calls_past_the_model(model: Any) -> None:
-    """Refuse direct calls of the base model: FSDP2 gathers weights around the layers only if the model is called."""
+    """Make a direct call of the base model, past the model with its head, raise :class:`ConfigError`.
+
+    FSDP2 gathers the weights that are in no layer, such as the embedding's, only if the model itself is called.
+    """
     inside = getattr(model, "base_model", model)
     if inside is model:
         return
@@ -162,7 +165,8 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) 
 
     - ``"bf16"``: FSDP2 computes in bfloat16; master weights, reduced gradients and optimizer state keep the parameters'
       own dtype.
-    - ``"no"``: dtypes are unchanged. Families for which autocast is used instead are treated the same way.
+    - ``"no"``: FSDP2 changes no dtypes. The same holds for models with float64 parameters, and for families whose mixed
+      precision is left to autocast.
     - ``"bf16_params"``: FSDP2 casts neither the inputs of layers nor the parameters that transformers keeps in float32.
     """
     assert mesh.device_mesh is not None
@@ -214,7 +218,7 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) 
 def _of_several_layers(
     model: nn.Module, plan: Plan, mesh: Mesh, layers: Sequence[nn.Module]
 ) -> dict[nn.Parameter, nn.Module]:
-    """Return the adapter parameters that several layers compute with, each with the module that holds it."""
+    """Return the adapter parameters that belong to several layers, each with the module that holds the parameter."""
     held: dict[nn.Parameter, int] = {}
     for layer in layers:
         for parameter in layer.parameters():
@@ -250,7 +254,9 @@ def _layers(
     plan: Plan,
     mesh: Mesh,
 ) -> tuple[list[Any], list[Any]]:
-    """Return this rank's layers outside of towers, and the modules borrowed from a layer of another stage."""
+    """Return two lists of modules on this rank: its layers that are not inside a vision or audio tower, and modules of
+    the first layer that are also held by this rank because later layers need their results.
+    """
     towers = plan.feature(TowersPlan)
     loans = plan.stages.loans if plan.stages is not None else ()
     local = [layer for layer in plan.layers if plan.is_local(mesh.pp_rank, layer)]
@@ -263,7 +269,7 @@ def _layers(
 
 
 def _found_by_any(mesh: Mesh, here: list[bool]) -> list[bool]:
-    """Return, for each flag in ``here``, whether the flag is true on any data rank."""
+    """Return, for each flag in ``here``, whether it is true on at least one data rank; collective."""
     anywhere = torch.tensor(here, dtype=torch.uint8, device=mesh.device)
     for group in mesh.loss_groups:
         dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=group)
@@ -315,9 +321,10 @@ def _shard_experts(
 
 
 def _data_mesh(device_mesh: DeviceMesh, mesh: Mesh, shards_alone: bool, spread: bool) -> DeviceMesh:
-    """Return the device mesh over which FSDP2 reduces gradients.
+    """Return the device mesh over which FSDP2 shards parameters and reduces gradients.
 
-    With ``spread``, return the mesh of the experts' data axes. With ``shards_alone``, leave out the replicas.
+    By default this is the mesh of the data axes; with ``spread``, it is the mesh of the experts' data axes. With
+    ``shards_alone``, the axis of replicas is left out.
     """
     replicate, shard = data_axes(spread)
     return device_mesh[
@@ -355,7 +362,8 @@ def forgotten_if_it_raises(model: nn.Module) -> Iterator[None]:
 def one_reduction(model: Any, *, backward: bool, regather: bool) -> Iterator[None]:
     """Gather weights once for all passes inside the ``with`` block, and reduce gradients once at the end of the block.
 
-    With ``regather``, layers are resharded after every pass; weights around the layers stay gathered.
+    With ``regather``, a layer's weights are gathered for each pass and resharded after it; weights that are in no layer
+    stay gathered.
     """
     model.set_requires_gradient_sync(False)
     model.set_is_last_backward(False)

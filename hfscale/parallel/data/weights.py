@@ -16,7 +16,9 @@ class UnshardedWeights(Part):
     """Load weights into a model that is not sharded over a data axis."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Materialize tensors on the meta device; call this after all parts that read or change local sizes."""
+        """Load this rank's weights in place of the tensors on the meta device. Call this last: after all changes to the
+        local sizes of parameters.
+        """
         if weights is not None:
             install_local_weights(runtime.model, weights.tensors, runtime.plan, runtime.mesh)
 

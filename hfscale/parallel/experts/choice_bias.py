@@ -19,8 +19,8 @@ _INSTEAD = "use balance_loss"
 
 @dataclass(frozen=True)
 class ChoiceBias:
-    """Hold the bias of one layer's router: a buffer, replicated on every rank, or a frozen parameter, sharded as
-    planned.
+    """Hold the bias of one layer's router: a buffer, which every rank has in full, or a frozen parameter, which may be
+    sharded.
     """
 
     runtime: Runtime
@@ -43,8 +43,10 @@ class ChoiceBias:
 
 
 def choice_biases(runtime: Runtime) -> dict[str, str]:
-    """Return, by the experts' name with ``*`` for layer numbers, the name of the router's bias within the MoE block.
-    Raise :class:`ConfigError` for a model without such biases.
+    """Return the name of the router's bias inside each kind of MoE block. The key is the name of the block's experts,
+    with ``*`` in place of layer numbers.
+
+    Raise :class:`ConfigError` for a model whose routers have no bias that is used only for choosing experts.
     """
     kind = stock_class(runtime.model)
     biases: dict[str, str] = ask("choice bias", runtime.model, stock=kind, kind=kind)
@@ -57,8 +59,9 @@ def choice_biases(runtime: Runtime) -> dict[str, str]:
 
 
 def choice_bias(runtime: Runtime, planned: ExpertsPlan, inner: str) -> ChoiceBias | None:
-    """Return the bias ``inner`` of a layer's router, converted to at least 32 bits, since 16 bits would lose steps of
-    0.001. Return ``None`` if the router of this layer has no bias of this name.
+    """Return the bias of one layer's router, converted to at least 32 bits, since 16 bits would lose updates of 0.001.
+
+    ``inner`` is the bias's name in the MoE block. Return ``None`` if the router of this layer has no bias of this name.
     """
     owner = planned.name.rpartition(".")[0]
     name = f"{owner}.{inner}"

@@ -1,7 +1,7 @@
-"""Send tokens to their experts and back, differentiably. Planning the routes takes one sort and one copy to the host.
+"""Send tokens to their experts and back, differentiably. Planning this takes one sort and one copy to the host.
 
-A route is one token sent to one expert. Data flow of ``n`` tokens with ``k`` routes each, and ``e`` experts, ``e/r`` on
-each of ``r`` ranks::
+Below, a *route* is the assignment of one token to one expert. Data flow of ``n`` tokens with ``k`` routes each, and
+``e`` experts, ``e/r`` on each of ``r`` ranks::
 
     sender     [n, h] --take the token of each route, sorted by expert--> [routes, h]
                --all-to-all--> expert's rank [arrived, h], by sender --regroup--> by expert
@@ -18,10 +18,10 @@ and adds nothing to its token's output.
 Weights of routes are applied on the sender, so neither weights nor their gradients are sent. A layer's step takes four
 all-to-alls of ``h`` numbers per row.
 
-The experts of a rank compute tokens of several distinct batches. Gradients are averaged over all distinct batches on
-the data axes, but gradients of experts are averaged over fewer ranks or none. Therefore gradients are divided by the
-missing factor (``batches``) where they enter the experts' backward pass, and multiplied by ``batches`` where they
-leave this pass.
+The experts of a rank compute the tokens of several data ranks, whose batches differ: ``batches`` batches. The gradient
+of a weight outside of experts is averaged over all data ranks. The gradient of an expert's weight already sums the
+terms of ``batches`` batches, and is averaged over fewer ranks or none. Therefore gradients are divided by ``batches``
+where they enter the experts' backward pass, and multiplied by ``batches`` where they leave this pass.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,10 @@ from .router_functions import count_each
 
 @dataclass(frozen=True)
 class Routes:
-    """Hold the permutations that send the rows of one forward pass to their experts and back."""
+    """Hold the permutations that send the rows of one forward pass to their experts and back.
+
+    A row is one token's copy for one of its ``k`` experts; a *route* is this assignment of a token to an expert.
+    """
 
     shape: tuple[int, int]  # ``(n, k)``: tokens, and routes per token
     order: Tensor  # indices into the flattened ``[n, k]`` of the routes that are not dropped, sorted by expert
@@ -55,12 +58,12 @@ class Routes:
 
     @property
     def tokens(self) -> Tensor:
-        """The index of the token of each route in ``order``."""
+        """For each row that is sent, in sending order, the index of its token."""
         return self.order if self.shape[1] == 1 else self.order // self.shape[1]
 
     def to_experts(self, rows: Tensor) -> Tensor:
-        """Send rows ``[routes, ...]``, sorted like ``order``, to the experts' ranks; return ``[arrived, ...]`` by
-        expert.
+        """Send one row for each pair of a token and its expert, sorted by expert, to the experts' ranks. Return the
+        arrived rows ``[arrived, ...]``, sorted by expert.
         """
         arrived = all_to_all(rows, self.send, self.receive, self.group)
         return arrived if self.regroup is None else arrived.index_select(0, self.regroup)
@@ -71,8 +74,8 @@ class Routes:
         return all_to_all(leaving, self.receive, self.send, self.group)
 
     def sum_by_token(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Sum rows ``[routes, h]``, sorted like ``order``, over each token's routes: ``[n, h]``, weighted by ``weights
-        [n, k]``.
+        """Sum the rows of each token, one row per expert of the token, to ``[n, h]``, weighted by ``weights [n, k]``.
+        The given rows are sorted by expert, as they are sent.
         """
         return (
             self.added_up(rows, weights)
@@ -81,28 +84,32 @@ class Routes:
         )
 
     def added_up(self, rows: Tensor, weights: Tensor | None) -> Tensor:
-        """Sum rows over each token's routes with ``index_add_``: four times faster than :meth:`gathered` on a CPU."""
+        """Sum the rows of each token's experts with ``index_add_``: four times faster than
+        :meth:`gathered` on a CPU.
+        """
         weighted = rows if weights is None else rows * self.taken(weights)
         total = weighted.new_zeros((self.shape[0], *rows.shape[1:]))
         return total.index_add_(0, self.tokens, weighted)
 
     def gathered(self, rows: Tensor, weights: Tensor | None) -> Tensor:
-        """Sum rows over each token's routes by a gather, which is deterministic on GPUs, unlike ``index_add_``."""
+        """Sum the rows of each token's experts by a gather, which is deterministic on GPUs, unlike ``index_add_``."""
         if len(self.order) < len(self.places):
             rows = F.pad(rows, (0, 0, 0, 1))
         routes = rows.index_select(0, self.places).unflatten(0, self.shape)
         return (routes if weights is None else routes * weights.unsqueeze(-1)).sum(1)
 
     def taken(self, weights: Tensor) -> Tensor:
-        """Return the entries of ``[n, k]`` for the routes in ``order``: ``[routes, 1]``."""
+        """Return the entries of ``weights [n, k]`` in the order in which rows are sent, as a column ``[rows, 1]``."""
         return weights.reshape(-1).index_select(0, self.order).unsqueeze(-1)
 
 
 def plan_routes(
     experts: Tensor, count: int, group: dist.ProcessGroup | None
 ) -> tuple[Routes, list[int]]:
-    """Return the routes of tokens to their ``experts [n, k]``, and how many of this rank's routes go to each expert.
-    There are ``count`` experts; the index ``count`` means a dropped route.
+    """Plan how this rank's tokens are sent to their ``experts [n, k]``, and how their outputs return.
+
+    Also return how many of this rank's tokens go to each of the ``count`` experts. An expert index of ``count`` means
+    that the token is not sent.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
     flat = experts.reshape(-1)
@@ -178,8 +185,11 @@ class _Combine(torch.autograd.Function):
 
 
 def dispatch(x: Tensor, routes: Routes, batches: int) -> Tensor:
-    """Send tokens ``x [n, h]`` to their experts, and return rows ``[arrived, h]`` by expert. In the backward pass,
-    multiply gradients by ``batches``, the number of distinct batches that the experts compute.
+    """Send tokens ``x [n, h]`` to the ranks of their experts; return the rows that arrive, ``[arrived, h]``, sorted by
+    expert.
+
+    In the backward pass, multiply gradients by ``batches``, the number of batches of different data ranks whose tokens
+    the experts compute.
     """
 
     def back(grad: Tensor) -> Tensor:
@@ -194,7 +204,7 @@ def dispatch(x: Tensor, routes: Routes, batches: int) -> Tensor:
 
 
 def combine(grouped: Tensor, weights: Tensor, routes: Routes, batches: int) -> Tensor:
-    """Sum the experts' outputs ``[arrived, h]`` over each token's routes: ``[n, h]``, weighted by ``weights [n,
-    k]``.
+    """Return the experts' outputs ``grouped [arrived, h]`` to the ranks of their tokens, and sum each token's ``k``
+    outputs, weighted by ``weights [n, k]``, to ``[n, h]``.
     """
     return _Combine.apply(grouped, weights, routes, batches)

@@ -1,7 +1,8 @@
-"""Convert the routes that inference engines return (``--enable-return-routed-experts``) to those of ``routes=``.
+"""Convert routing decisions of inference engines (``--enable-return-routed-experts``) for replay in training.
 
 vLLM and SGLang return the experts of every token that they fed to the model: the prompt, and the sampled tokens except
-the last one, after which no forward pass ran. Their arrays have an entry for each layer, zeros for dense layers.
+the last one, after which no forward pass ran. Their arrays have an entry for each layer, zeros for dense layers. The
+result is passed to ``train_step(..., routes=)``.
 """
 
 import base64
@@ -21,15 +22,18 @@ from .replay import replayed
 
 
 def routes_from_vllm(model: nn.Module, outputs: Sequence[Any], attention_mask: Tensor) -> Tensor:
-    """Convert vLLM's routes of the rows of a batch for the argument ``routes=`` of :func:`hfscale.train_step`.
+    """Convert the experts that vLLM chose for each token of a batch to the argument ``routes=`` of
+    :func:`hfscale.train_step`.
 
     Args:
+        model: the loaded model, whose MoE layers replay the choices.
         outputs: ``routed_experts`` of each row: an array ``[tokens, layers, k]`` or, from a server, base64 of a
-            ``.npy`` file. vLLM 0.21 and 0.22 return the prompt's routes separately: ``np.concatenate`` both arrays.
+            ``.npy`` file. vLLM 0.21 and 0.22 return the prompt's array separately: ``np.concatenate`` both arrays.
         attention_mask: ``[rows, tokens]``, 1 for prompt and completion; padding may be on any side.
 
     Returns:
-        ``[rows, tokens, MoE layers, k]``. Entries for last tokens and padding are -1: the router chooses.
+        ``[rows, tokens, MoE layers, k]``: indices of experts, and -1 for last tokens and padding, for which the
+        model's router chooses in training.
 
     Raises:
         ConfigError: the arrays' numbers of tokens or layers do not match the rows or the model.
@@ -73,11 +77,14 @@ def routes_from_vllm(model: nn.Module, outputs: Sequence[Any], attention_mask: T
 
 
 def routes_from_sglang(model: nn.Module, outputs: Sequence[Any], attention_mask: Tensor) -> Tensor:
-    """Convert SGLang's routes of the rows of a batch for ``routes=``: see :func:`hfscale.routes_from_vllm`.
+    """Convert the experts that SGLang chose for each token of a batch to the argument ``routes=`` of
+    :func:`hfscale.train_step`.
 
     Args:
+        model: the loaded model, whose MoE layers replay the choices.
         outputs: for each row, ``meta_info`` (for a server's choice ``sgl_ext``), or its entry ``routed_experts``: the
             base64 text, or the flat array that the text encodes.
+        attention_mask: as for :func:`hfscale.routes_from_vllm`, which also describes the result.
     """
     config = runtime_of(model).model.config
     arrays = []

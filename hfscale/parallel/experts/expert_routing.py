@@ -1,4 +1,4 @@
-"""Find routers and their biases, and make the routing of every MoE layer."""
+"""Make the objects that choose experts in every MoE layer, and find the routers and the biases that they use."""
 
 from functools import partial
 
@@ -21,7 +21,9 @@ from .layer import LayerRouting, RouterLogits, Routing
 def routing_of_layers(
     runtime: Runtime, options: RoutingConfig | None
 ) -> tuple[Routing, list[LayerRouting]]:
-    """Return the routing state of the model, and the routing of every MoE layer that is on this rank."""
+    """Make the objects that choose experts according to ``options``: one that all MoE layers of the model use together,
+    and one for each MoE layer on this rank.
+    """
     chosen = options or RoutingConfig()
     _check(runtime, chosen)
     routing = Routing(runtime.mesh, chosen)

@@ -1,4 +1,6 @@
-"""Track the forward passes of a model, so that each layer can look up the batch and the loss of its forward pass."""
+"""Track the forward passes of a model, so that each MoE layer, also when recomputed, finds the padding and the loss of
+its pass.
+"""
 
 import inspect
 from collections.abc import Mapping
@@ -32,7 +34,7 @@ class Pass:
 
 
 class ForwardContexts(ForwardPasses[Pass]):
-    """Track the latest forward passes of a model."""
+    """Keep, for the latest forward passes of a model, the data that their MoE layers read and update."""
 
     def __init__(self, draws: bool) -> None:
         super().__init__()
@@ -114,8 +116,10 @@ def real_tokens(batch: Mapping[str, Any]) -> Tensor:
 
 
 def _added(loss: Tensor, share: Tensor, current: Pass) -> Tensor:
-    """Add ``share``, the layers' router losses, to the model's ``loss``. In the backward pass, record the gradient of
-    the loss in ``current.scale``, by which the gradients of the router losses are multiplied.
+    """Add ``share``, the sum of the layers' router losses, to the model's ``loss``.
+
+    In the backward pass, store the gradient of the loss in ``current.scale``: the layers multiply the gradients of
+    their router losses by it.
     """
 
     def record(grad: Tensor) -> Tensor:
@@ -126,9 +130,11 @@ def _added(loss: Tensor, share: Tensor, current: Pass) -> Tensor:
 
 
 def attach(x: Tensor, share: Tensor, current: Pass, times: float) -> Tensor:
-    """Return the activation ``x`` unchanged. In the backward pass of ``x``, also run the backward pass of ``share``, a
-    scalar term of the loss, with the term's gradient multiplied by ``times``. The term therefore needs no path to the
-    loss out of recomputed layers or pipeline stages.
+    """Return the activation ``x`` unchanged, but make its backward pass also run the backward pass of ``share``, a
+    scalar term of the loss.
+
+    The gradient of the term is ``current.scale * times``. In this way a layer's router loss needs no autograd path to
+    the model's loss, which recomputed layers and pipeline stages do not have.
     """
 
     def backward(grad: Tensor) -> Any:

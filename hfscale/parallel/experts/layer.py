@@ -1,4 +1,4 @@
-"""Route the tokens of one MoE layer: choose experts between the router and the experts, attach losses after them.
+"""Choose the experts of one MoE layer's tokens after its router has run, and add router losses after its experts.
 
 ::
 
@@ -76,7 +76,9 @@ class RouterLogits:
 
 
 class Routing:
-    """Hold the routing state that all MoE layers of a model use."""
+    """Hold what all MoE layers of a model need for routing: the options, the counters of tokens per expert, and the
+    biases to update.
+    """
 
     def __init__(self, mesh: Mesh, options: RoutingConfig) -> None:
         self.options = options
@@ -90,7 +92,7 @@ class Routing:
         self.biases: dict[str, ChoiceBias] = {}
 
     def count_anew(self) -> None:
-        """Set all counters to zero."""
+        """Set the counters of tokens per expert to zero, in all layers."""
         self.asked = False
         for counter in self.counters.values():
             counter.reset()
@@ -119,7 +121,9 @@ class Routing:
             self._move_biases()
 
     def note_scale(self, scale: float) -> None:
-        """Set the factor of the latest pass's router-loss gradients, on a stage that does not compute the loss."""
+        """Set the factor on the loss for the router losses of the latest pass. A pipeline stage without the model's
+        loss calls this, since its router losses get no gradient from the loss.
+        """
         if self.passes is not None and self.passes.latest.loss is not None:
             self.passes.latest.scale = scale
 
@@ -148,7 +152,9 @@ class Routing:
 
 @dataclass
 class LayerRouting:
-    """Choose, limit and count the routes of one layer."""
+    """Choose the experts of one layer's tokens, drop tokens beyond an expert's capacity, and count the tokens of each
+    expert.
+    """
 
     planned: ExpertsPlan
     number: int  # the layer's index among the model's MoE layers
@@ -172,8 +178,8 @@ class LayerRouting:
         self.counter = self.routing.counters[self.planned.name] = LayerCounter(self.planned.count)
 
     def choose(self, index: Tensor, weights: Tensor) -> Choice:
-        """Return the choice of experts of ``n`` tokens, given the stock router's ``index [n, k]`` and ``weights [n,
-        k]``.
+        """Return the experts and weights that ``n`` tokens use, given those that the stock router has chosen: ``index
+        [n, k]`` and ``weights [n, k]``.
         """
         if self.routing.asked and not recomputing():
             self.routing.count_anew()
@@ -197,7 +203,7 @@ class LayerRouting:
         )
 
     def count(self, counts: Sequence[int] | Tensor) -> None:
-        """Count the routes that this rank sent to each expert."""
+        """Add to the layer's counts how many tokens this rank sent to each expert."""
         if not recomputing() and (self.mesh.layout.slices_tokens or self.is_first):
             self.counter.add(counts)
 
@@ -237,7 +243,7 @@ class LayerRouting:
     def _limited(
         self, choice: Choice, capacity: float, now: Pass, own: "_OwnTokens", counts: bool
     ) -> Choice:
-        """Drop the routes beyond the capacity of their experts."""
+        """Drop the assignments of tokens to experts that exceed the experts' capacity."""
         count = self.planned.count
         index = choice.index.view(*own.real.shape, choice.index.shape[1])
         kept, places = self._routes_within_capacity(capacity, index, now, own)
@@ -270,8 +276,8 @@ class LayerRouting:
         )
 
     def _own_tokens(self, now: Pass, rows: int) -> "_OwnTokens":
-        """Return which tokens of the batch this rank has. Raise :class:`ConfigError` if their number is not
-        ``rows``.
+        """Return which tokens of the batch this rank has. Raise :class:`ConfigError` if ``rows``, the number of tokens
+        that the experts got, is another number.
         """
         (samples, tokens), rank = now.real.shape, self.mesh.tp_rank
         lengths = share_evenly(tokens, self.mesh.layout.tp) if self.is_cut() else []
@@ -293,8 +299,8 @@ class LayerRouting:
     ) -> tuple[Tensor, Tensor]:
         """Return each token's experts (``index``) and their weights, chosen by the router that the options name.
 
-        Every tensor rank draws random numbers for all tokens and uses those of its own tokens, so all ranks draw the
-        same numbers.
+        For routers with random numbers, every tensor rank draws the same numbers for all tokens, and uses the numbers
+        of its own tokens.
         """
         options, (samples, tokens) = self.options, now.real.shape
         if options.router == "switch":
@@ -318,7 +324,7 @@ class LayerRouting:
         return router_functions.noisy_topk(logits, k, noise)
 
     def _loss(self, now: Pass, sums: Tensor) -> Tensor:
-        """Return this layer's term of the step's loss."""
+        """Return this layer's router loss: the balance loss and the z-loss, weighted, per token of the step."""
         if self.is_cut():
             sums = reduce_from_tp_region(sums, self.mesh.tp_group)
         if self.mesh.context is not None:  # each context rank has some tokens of every sequence
@@ -336,8 +342,10 @@ class LayerRouting:
     def _routes_within_capacity(
         self, factor: float, index: Tensor, now: Pass, own: "_OwnTokens"
     ) -> tuple[Tensor, Tensor]:
-        """Return which routes ``[b, s, k]`` are within the capacity, and every route's place in its expert's
-        queue, counted over the tokens of all tensor ranks.
+        """Return, for each token and each of its ``k`` experts, whether the expert's capacity suffices, and how many
+        tokens precede the token at this expert. Both are ``[b, s, k]``.
+
+        Precedence is counted over the tokens of all tensor ranks.
         """
         count = self.planned.count
         whole = index.where(own.real.unsqueeze(-1), count)  # padding uses no capacity
@@ -355,8 +363,10 @@ class LayerRouting:
         return own.take_rows(kept), own.take_rows(places)
 
     def _shapes(self, now: Pass) -> list[tuple[int, int]]:
-        """Return samples and tokens of the batch of each rank that sends tokens to this rank's experts. Ranks exchange
-        these numbers once per forward pass.
+        """Return, for each rank that sends tokens to this rank's experts, the batch size and the number of tokens per
+        sequence.
+
+        Ranks exchange these numbers once per forward pass.
         """
         group = self.mesh.expert_reports
         if not now.shapes and group is not None:  # on the host, without a device synchronization
@@ -381,8 +391,9 @@ class _OwnTokens:
 
 @dataclass
 class LayerCounter:
-    """Count a layer's routes on one rank, without a device synchronization. If several ranks would count the same
-    tokens, only one of them counts.
+    """Count, on one rank and without a device synchronization, the tokens that one layer sends to each expert.
+
+    If several ranks would count the same tokens, only one of them counts.
     """
 
     count: int  # number of experts
@@ -400,11 +411,13 @@ class LayerCounter:
         self.numbers = None
 
     def add(self, counts: Sequence[int] | Tensor) -> None:
-        """Add ``counts [experts]``, routes to each expert."""
+        """Add ``counts [experts]``, the numbers of tokens sent to each expert, to the layer's counts."""
         self.counts = self.counts + torch.as_tensor(counts)
 
     def add_numbers(self, place: int, *values: Tensor) -> None:
-        """Add ``values`` to the entries of ``numbers`` from index ``place`` on."""
+        """Add ``values`` to the layer's statistics (dropped tokens, balance loss, z-loss, tokens without padding), from
+        index ``place`` on.
+        """
         if self.numbers is None:
             self.numbers = torch.zeros(NUMBERS, dtype=torch.float64, device=values[0].device)
         self.numbers[place : place + len(values)] += torch.stack(
@@ -412,7 +425,7 @@ class LayerCounter:
         )
 
     def total(self, device: torch.device) -> Tensor:
-        """Return ``counts`` and ``numbers`` as one tensor ``[experts + 4]``."""
+        """Return the tokens of each expert and the layer's four statistics as one tensor ``[experts + 4]``."""
         given = torch.as_tensor(self.counts).to(device, non_blocking=True)
         counts = torch.zeros(self.count, dtype=torch.float64, device=device) + given
         return torch.cat(

@@ -50,7 +50,7 @@ class LayerLoad:
 
     @property
     def dropped_share(self) -> float:
-        """Dropped routes over all routes."""
+        """The fraction of all assignments of a token to an expert that were dropped because of the capacity."""
         return self.dropped / max(1, self.dropped + sum(self.tokens))
 
 
@@ -61,7 +61,9 @@ class ExpertLoad:
     layers: tuple[LayerLoad, ...]
 
     def metrics(self, prefix: str = "experts/") -> dict[str, float]:
-        """Return numbers to log: ``max_over_mean`` and ``entropy`` of the worst layer, and means over layers."""
+        """Return numbers to log: ``max_over_mean`` and ``entropy`` of the layer with the worst value, and their means
+        over layers.
+        """
         dropped = sum(layer.dropped for layer in self.layers)
         routes = dropped + sum(sum(layer.tokens) for layer in self.layers)
         report = {

@@ -31,8 +31,10 @@ from .router_functions import count_each
 
 
 class Mixture:
-    """Run the experts of one MoE layer. Its ranks compute tokens of ``batches`` distinct batches. If there is a group
-    ``shares``, each of its tensor ranks sends only a shard of the tokens of its batch.
+    """Run the experts of one MoE layer, which are distributed over expert ranks.
+
+    The experts of a rank compute tokens of ``batches`` batches, which come from different data ranks. If the layout has
+    tensor ranks with the same tokens, each rank of the tensor group ``shares`` sends only its shard of these tokens.
     """
 
     def __init__(self, routing: LayerRouting) -> None:
@@ -69,7 +71,9 @@ class Mixture:
         index: Tensor,
         weights: Tensor,
     ) -> Tensor:
-        """Send a shard of the tokens from each tensor rank; all-reduce outputs instead if that sends no more bytes."""
+        """Send each tensor rank's shard of the tokens to the experts. If an all-reduce of the experts' outputs sends at
+        most as many bytes, run this rank's experts on all tokens and all-reduce their outputs instead.
+        """
         if self.shares is None or self.routing.is_cut():
             return self._exchanged(experts, hidden, index, weights)
         if self.batches == 1 and 2 * index.shape[1] >= dist.get_world_size(self.shares):
@@ -127,11 +131,12 @@ def through_experts(
 
 
 def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> Routing | None:
-    """Make expert modules exchange tokens with other ranks, and return their common routing state.
+    """Make the expert modules of the model exchange tokens with other ranks; return the routing state that they have in
+    common.
 
-    Return ``None``, and leave the modules stock, if there is one expert rank and no ``options``, and none of these
-    is true: the experts are quantized or have adapters, their shards have sizes that torch's grouped matmul rejects, or
-    autocast copies of their weights are kept for several microbatches.
+    Modules are left stock, and ``None`` is returned, if hfscale does not have to replace them. It has to if there are
+    several expert ranks or ``options``, if experts are quantized or have adapters, if the sizes of their shards are
+    rejected by torch's grouped matmul, or if autocast copies of weights are kept for several microbatches.
 
     Call this before tensor parallelism is installed, whose hooks may replace parameters of experts.
     """
@@ -183,15 +188,20 @@ def through_slots(
 ) -> Tensor:
     """Send tokens to their experts in buffers of fixed capacity, and return the combined outputs ``[n, h]``.
 
-    Rank ``r`` sends ``slots[r]`` rows to each expert, whether they are used or not, so that the host never waits for
-    the device. Unused rows are zero and have no gradient. :mod:`.dispatch` describes the gradients of several batches.
+    Each expert has a fixed number of buffer rows (slots) for each sending rank: rank ``r`` sends ``slots[r]`` rows to
+    each expert, whether they are used or not, so that the host never waits for the device. Unused rows are zero and
+    have no gradient. :mod:`.dispatch` describes how gradients are scaled by ``batches``.
 
     Args:
-        places: ``[n, k]``, each route's slot on this rank: ``expert * slots + place``; ``count * slots`` if dropped.
+        hidden: ``[n, h]``, this rank's tokens.
+        weights: ``[n, k]``, the weights of each token's experts.
+        places: ``[n, k]``, the slot of each token at each of its experts, in this rank's buffer:
+            ``expert * slots[rank] + place``; ``count * slots[rank]`` if the token is dropped.
         count: number of experts.
         slots: rows per expert that each rank of ``group`` sends.
         compute: runs this rank's experts: gets rows ``[r, h]``, and the number of rows of each expert.
-        batches: number of distinct batches whose tokens the experts compute.
+        group: the ranks that exchange tokens; ``None`` if this rank has all experts.
+        batches: number of batches, of different data ranks, whose tokens the experts compute.
     """
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     local = count // ranks

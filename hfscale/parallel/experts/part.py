@@ -1,4 +1,4 @@
-"""Install expert parallelism and the routing of MoE layers into a model: two parts of the runtime."""
+"""Install expert parallelism, and the routing of MoE layers, into a model."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +15,9 @@ class ExpertParallel(Part):
     """Replace the forward of expert modules by one that exchanges tokens with the experts of other ranks."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Install the token exchange. This part comes before tensor parallelism, whose hooks may replace parameters."""
+        """Install the token exchange. Call this before tensor parallelism is installed, whose hooks may replace
+        parameters.
+        """
         routing = install_experts(runtime, runtime.options.routing)
         part = runtime.part(ExpertRouting)
         if part is not None:
@@ -23,7 +25,9 @@ class ExpertParallel(Part):
 
 
 class ExpertRouting(Part):
-    """Reset, count and update the routing state of a model at its training steps and forward passes."""
+    """Count the tokens of each expert in each training step and forward pass, and update the routers' biases after a
+    step.
+    """
 
     def __init__(self) -> None:
         # routing state of all MoE layers; ``None`` if there are no MoE layers, or all are stock
@@ -31,11 +35,15 @@ class ExpertRouting(Part):
 
     @property
     def masks_padding(self) -> bool:  # type: ignore[override]
-        """Return whether routing reads the padding mask: padding does not count in router losses and capacities."""
+        """Return whether MoE layers need to know which tokens are padding, which count neither in router losses nor for
+        capacities.
+        """
         return self.routing is not None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Install hooks on the model's forward passes. This part comes after the hooks of random streams."""
+        """Install hooks on the model's forward passes. Call this after the hooks that seed the ranks'
+        random numbers.
+        """
         if self.routing is not None and self.routing.passes is not None:
             self.routing.passes.install(runtime.model)
 

@@ -75,7 +75,9 @@ def has_mixtures(model: Planned) -> bool:
 
 
 def exchanges_tokens(model: Planned) -> bool:
-    """Return whether ranks may exchange tokens for experts, or options choose hfscale's own routing."""
+    """Return whether the experts' forward may have to be replaced, to exchange tokens between ranks or for hfscale's
+    own routing.
+    """
     return has_mixtures(model) or model.options.routing is not None
 
 

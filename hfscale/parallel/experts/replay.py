@@ -1,4 +1,5 @@
-"""Replay given routes through a model's own routers, and record a model's routes (Ma et al. 2025, routing replay).
+"""Replay given routing decisions through a model's own routers, and record a model's decisions (Ma et al. 2025, routing
+replay).
 
 A stock router chooses experts with ``torch.topk``, and computes their weights from the returned scores. Only this call
 is replaced: it returns the given experts, and the live router's scores of these experts. Softmax or sigmoid,
@@ -7,9 +8,9 @@ normalization, scaling and gradients stay the family's own code::
     batch["routes"] [b, s, layers, k] --sharded like ids--> forward pass --this layer, own tokens--> [n, k]
     logits --stock scores--> topk: given index, scores at index --stock weights--> experts(hidden, index, weights)
 
-Routes are an argument of the forward pass that a hook removes before the model's own forward. They are split into
-microbatches and distributed to context ranks and stages like token ids. A recomputed layer uses the experts of its
-first forward pass again.
+The given experts are an argument ``routes`` of the forward pass, which a hook removes before the model's own forward.
+They are split into microbatches and distributed to context ranks and stages like token ids. A recomputed layer uses the
+experts of its first forward pass again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -87,7 +88,7 @@ class _Choice(TorchFunctionMode):
 
 @dataclass
 class _Pass:
-    """Hold the given and the recorded routes of one forward pass."""
+    """Hold the experts of each token in one forward pass: those given for replay, and those that are recorded."""
 
     given: Tensor | None  # ``[b, s, layers, k]`` of this rank's tokens; ``None``: routers choose
     # the arguments of the forward pass if its routes are recorded, else ``None``
@@ -97,7 +98,9 @@ class _Pass:
 
 
 class RouteReplay(Part):
-    """Replay and record routes. Hooks are installed at the first use."""
+    """Replay given choices of experts (``routes=``), and record a model's choices. Hooks are installed at the first
+    use.
+    """
 
     _passes: ForwardPasses[_Pass | None]
 
@@ -106,14 +109,16 @@ class RouteReplay(Part):
         self._recorded: list[_Pass] | None = None
 
     def take_out(self, runtime: Runtime, weights: LocalWeights) -> None:
-        """Remove the hooks."""
+        """Remove the hooks that replay and record choices of experts."""
         while self._handles:
             self._handles.pop().remove()
 
     def check_step(
         self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False
     ) -> None:
-        """Raise :class:`ConfigError` for routes that do not fit the batch or the model."""
+        """Raise :class:`ConfigError` if a batch has ``routes`` (each token's experts, to be replayed) that do not fit
+        the batch or the model.
+        """
         for batch in batches:
             if batch.get(ROUTES) is not None:
                 self._hook(runtime)
@@ -123,7 +128,9 @@ class RouteReplay(Part):
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> Iterator[None]:
-        """Give every microbatch a record, to which all stages of this rank add routes; clear the passes at the end."""
+        """If choices of experts are being recorded, give each microbatch a record to which all stages of this rank add.
+        After a training step, forget its passes.
+        """
         if self._recorded is not None:
             for microbatch in microbatches:
                 microbatch[ROUTES] = self._new_pass(microbatch.get(ROUTES), microbatch)
@@ -136,7 +143,9 @@ class RouteReplay(Part):
 
     @contextmanager
     def record(self, runtime: Runtime) -> Iterator[list[Tensor]]:
-        """Record the routes of all forward passes in the with block: see :func:`hfscale.record_routes`."""
+        """Record each token's experts in all forward passes inside the with block: see
+        :func:`hfscale.record_routes`.
+        """
         if self._recorded is not None:
             raise ConfigError(
                 "the routes of this model are being recorded already: leave the first record_routes block before "
@@ -263,8 +272,8 @@ def record_routes(model: nn.Module) -> AbstractContextManager[list[Tensor]]:
 
 
 def replayed(runtime: Runtime) -> list[ExpertsPlan]:
-    """Return the MoE layers that ``routes`` have entries for, in the model's order: all except those in layers that run
-    only in training.
+    """Return the MoE layers whose experts the argument ``routes=`` gives, in the model's order: all except those in
+    layers that run only in training.
     """
     optional = tuple(f"{layer}." for layer in runtime.plan.optional_layers)
     return [
@@ -281,7 +290,9 @@ def _local_mixtures(runtime: Runtime) -> list[tuple[int, ExpertsPlan]]:
 
 
 def _choice(runtime: Runtime, number: int, planned: ExpertsPlan, given: Tensor | None) -> _Choice:
-    """Return the :class:`_Choice` of one layer, with the ``given`` routes of this rank's tokens."""
+    """Make the object that replaces one layer's choice of experts by the ``given`` experts of this rank's tokens, and
+    records it.
+    """
     is_part = has_part_of_tokens(runtime, planned)
     mesh = runtime.mesh
     if given is not None:
@@ -292,7 +303,7 @@ def _choice(runtime: Runtime, number: int, planned: ExpertsPlan, given: Tensor |
 
 
 def _refuse(runtime: Runtime) -> None:
-    """Raise :class:`ConfigError` for a model whose routes cannot be replayed."""
+    """Raise :class:`ConfigError` for a model whose choice of experts cannot be replayed or recorded."""
     model = runtime.model
     options = runtime.options.routing
     mixtures = replayed(runtime)
@@ -330,7 +341,9 @@ def _refuse(runtime: Runtime) -> None:
 
 
 def _check(runtime: Runtime, batch: Batch, routes: Tensor) -> None:
-    """Raise :class:`ConfigError` for routes whose shape does not fit the batch, or that no router could choose."""
+    """Raise :class:`ConfigError` for ``routes`` whose shape does not fit the batch, or in which a token's experts are
+    neither ``k`` different ones nor all -1.
+    """
     mixtures = replayed(runtime)
     place = tokens_of(batch)
     k = experts_per_token(runtime.model.config) or routes.shape[-1]
@@ -356,8 +369,9 @@ def _check(runtime: Runtime, batch: Batch, routes: Tensor) -> None:
 
 @torch.no_grad()
 def _routes_of_all_ranks(runtime: Runtime, made: _Pass, batch: Microbatch) -> tuple[Tensor, int]:
-    """Return the routes ``[b, s, layers, k]`` of one forward pass from all ranks, and the number of forward passes
-    (microbatches) of its batch; collective.
+    """Return the experts ``[b, s, layers, k]`` of all tokens in one forward pass, gathered from all ranks; collective.
+
+    Also return the number of microbatches into which the forward pass's batch was split.
     """
     mesh, (samples, length) = runtime.mesh, tokens_of(batch)
     tokens = batch.tokens or length

@@ -1,9 +1,10 @@
 """Choose experts from router logits, limit them by capacity, and measure their balance: pure functions of tensors.
 
-Routers return ``index [n, k]`` and ``weights [n, k]``, the best choice first, with gradients to the logits ``[n, e]``.
-An index of ``e`` means that the route is dropped.
+Routers return ``index [n, k]`` (experts) and ``weights [n, k]`` of ``n`` tokens, the best choice first, with gradients
+to the logits ``[n, e]`` over ``e`` experts. An index of ``e`` means that the token is dropped: it is sent to no expert
+for this choice.
 
-Capacity is counted per sequence, so that dropped routes do not depend on the other sequences of a batch. First choices
+Capacity is counted per sequence, so that dropped tokens do not depend on the other sequences of a batch. First choices
 take precedence over second choices, and earlier tokens over later tokens (Lepikhin et al. 2020, GShard; Fedus et al.
 2021).
 
@@ -79,8 +80,8 @@ def widened(x: Tensor) -> Tensor:
 
 
 def room(tokens: _Number, factor: float, k: int, count: int) -> _Number:
-    """Return each expert's capacity for a sequence of ``tokens``: ``factor`` times the mean number of routes per
-    expert, rounded up, at most ``tokens``.
+    """Return the largest number of tokens that each expert accepts from a sequence of ``tokens``: ``factor`` times the
+    mean ``tokens * k / count`` of ``count`` experts, rounded up, at most ``tokens``.
     """
     share = factor * k / count
     if isinstance(tokens, int):
@@ -98,8 +99,11 @@ def count_each(numbers: Tensor, count: int) -> Tensor:
 
 
 def queue_places(index: Tensor, count: int) -> Tensor:
-    """Return ``[b, s, k]``: how many routes precede each route in the queue of its expert ``index [b, s, k]``. The
-    index ``count`` means a dropped route. The host does not wait for the device.
+    """Return ``[b, s, k]``: for each token's expert in ``index [b, s, k]``, how many tokens of the sequence take
+    precedence at this expert.
+
+    All first choices precede all second choices, and earlier tokens precede later ones. The index ``count`` means a
+    dropped token. The host does not wait for the device.
     """
     samples, tokens, k = index.shape
     queues = torch.arange(samples, device=index.device).view(-1, 1, 1) * (count + 1) + index
@@ -114,13 +118,15 @@ def queue_places(index: Tensor, count: int) -> Tensor:
 
 
 def expert_sums(logits: Tensor, index: Tensor, real: Tensor, scores: str) -> Tensor:
-    """Return the per-sequence sums ``[b, 2 e + 1]`` from which the losses are computed, with gradients to the logits:
-    for each expert the number of routes, for each expert the sum of its probabilities, and the sum of the squared
-    logsumexp.
+    """Return the per-sequence sums ``[b, 2 e + 1]`` over tokens from which the router losses are computed: for each
+    expert, the number of tokens that chose it; for each expert, its probability; and the squared logsumexp of the
+    logits.
+
+    The sums have gradients to the logits.
 
     Args:
         logits: ``[b, s, e]``.
-        index: ``[b, s, k]``, before routes are dropped because of the capacity.
+        index: ``[b, s, k]``, the chosen experts, before any are dropped because of the capacity.
         real: ``[b, s]``, true for tokens that are not padding.
         scores: ``"softmax"`` or ``"sigmoid"``: see :func:`probabilities`.
     """
@@ -134,8 +140,8 @@ def expert_sums(logits: Tensor, index: Tensor, real: Tensor, scores: str) -> Ten
 
 
 def expert_counts(index: Tensor, count: int, real: Tensor) -> Tensor:
-    """Return ``[b, count]``: how many routes of each sequence go to each expert, given ``index [b, s, k]``. Tokens that
-    are false in ``real [b, s]`` (padding) do not count.
+    """Return ``[b, count]``: how many tokens of each sequence chose each of ``count`` experts, given the choices
+    ``index [b, s, k]``. Tokens that are false in ``real [b, s]`` (padding) do not count.
     """
     routes = index.flatten(1)
     weights = real.unsqueeze(-1).expand_as(index).flatten(1).to(torch.int64)
@@ -152,9 +158,9 @@ def balance_loss(sums: Tensor) -> Tensor:
     """Return the load-balancing loss from ``sums`` (:func:`expert_sums`): each sequence's loss times the number of its
     tokens, summed over sequences.
 
-    A sequence's loss is ``experts * sum_i f_i P_i``, where ``f_i`` is the fraction of the sequence's routes that go to
-    expert ``i``, and ``P_i`` is the mean probability of expert ``i`` (Fedus et al. 2021, equations 4 to 6; per sequence
-    in DeepSeek-AI 2024, V3, equations 17 to 20). It is 1 if ``f`` and ``P`` are uniform.
+    A sequence's loss is ``experts * sum_i f_i P_i``, where ``f_i`` is the fraction of the sequence's choices (``k`` per
+    token) that are expert ``i``, and ``P_i`` is the mean probability of expert ``i`` (Fedus et al. 2021, equations 4 to
+    6; per sequence in DeepSeek-AI 2024, V3, equations 17 to 20). It is 1 if ``f`` and ``P`` are uniform.
     """
     count = sums.shape[1] // 2
     routes = sums[:, :count]

@@ -1,1 +1,1 @@
-"""Run and simulate pipeline parallelism: schedules as data, simulations of schedules, and recorded runs."""
+"""Run pipeline parallelism, simulate its schedules, and record the times of a run."""

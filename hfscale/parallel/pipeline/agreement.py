@@ -2,9 +2,11 @@
 
 Each step begins with one exchange of integers between ranks, in which every rank reports this list::
 
-    [rank in stage | per stage: does it train here? | per tied tensor: its state | per tied tensor: sum of its bits]
+    [its index in its stage | per stage: does it train? | per tied tensor: its state | per tied tensor: sum of its bits]
 
-The sums are computed on the device, and the exchange appends them to the numbers from the CPU.
+Ranks of different stages with the same index hold the same shards of tied tensors. The state of a tied tensor says
+whether the rank has it, whether it trains or is frozen, and whether this has changed since the last step. The sums are
+computed on the device, and the exchange appends them to the numbers from the CPU.
 
 A tied tensor, for example an embedding on the first stage that is the head's weight on the last stage, has a copy on
 several stages. Every copy gets the sum of the gradients of all copies. Copies that start equal therefore stay equal
@@ -51,7 +53,7 @@ class _Report:
 
 
 class StageAgreement:
-    """Exchange with all other stages which stages train, and the state of tied tensors."""
+    """Exchange with all other stages, before a step, which stages train, and the state of tied tensors."""
 
     def __init__(self, runtime: Runtime) -> None:
         assert runtime.plan.stages is not None
@@ -74,7 +76,10 @@ class StageAgreement:
         self.alone = False
 
     def numbers_to_compare(self, train: bool) -> tuple[list[int], list[Tensor]]:
-        """Return this rank's integers on the CPU, and those on the device.
+        """Return what this rank reports to the other ranks before a step: which of its stages train, and the state and
+        the sum of bits of each tied tensor.
+
+        The sums are on the device; the other integers are on the CPU.
 
         Raises:
             ConfigError: a parameter has a hook that would run on an incomplete gradient.
@@ -98,7 +103,9 @@ class StageAgreement:
         return [self._runtime.mesh.rank_in_stage, *trains, *states], sums
 
     def _training_stages(self, live: dict[str, nn.Parameter]) -> set[int]:
-        """Return the stages in which a parameter of this rank trains; tied tensors do not count."""
+        """Return the stages of this rank in which a parameter trains; parameters that are tied to another stage do not
+        count.
+        """
         tied = {id(live[self._held[name]]) for name in self._tied if name in self._held}
         stages = set()
         for name, parameter in live.items():
@@ -118,9 +125,10 @@ class StageAgreement:
         return stages
 
     def compare_numbers(self, told: list[list[int]]) -> None:
-        """Read the reports of all ranks, and make a tied tensor train, or be frozen, on all of its stages.
+        """Read the reports ``told`` of all ranks, and set ``requires_grad`` of each tied tensor to the same value on
+        all of its stages.
 
-        If ``requires_grad`` of the tensor was changed on some stages, their setting is used.
+        If ``requires_grad`` was changed on some of the tensor's stages since the last step, the changed value is used.
         """
         ties = 1 + len(self._stages.stages)
         sums = ties + len(self._tied)

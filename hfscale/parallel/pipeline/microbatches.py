@@ -30,15 +30,22 @@ def share_out(
     accepts: Callable[[int], bool],
     towers: bool = False,
 ) -> list[dict[str, Any]]:
-    """Split the given batches into the microbatches of one step.
+    """Split the batches ``given`` to a training step into its microbatches.
 
     If several batches are given and the schedule accepts their number, each batch is one microbatch. Otherwise each
-    batch is split along its first dim into ``wanted`` equal microbatches. By default this is the largest number that
-    rows and schedule allow, up to four microbatches per stage. Tensors with as many rows as ``input_ids`` are split;
+    batch is split along its first dim into equal microbatches. Tensors with as many rows as ``input_ids`` are split;
     all other values go to every microbatch.
 
+    Args:
+        given: the batches.
+        wanted: number of microbatches into which each batch is split; batches are not split if it is their number.
+            ``None``: the largest number that rows and schedule allow, up to four microbatches per stage.
+        pp_size: number of pipeline ranks.
+        accepts: returns whether the schedule can run a number of microbatches.
+        towers: whether the model has vision or audio towers, whose inputs cannot be split by row.
+
     Raises:
-        ConfigError: the rows cannot be split evenly, or a batch that must be split has images or sounds for ``towers``.
+        ConfigError: the rows cannot be split evenly, or a batch that must be split has images or sounds.
     """
     count = len(given)
     if wanted == count or (wanted is None and count > 1 and accepts(count)):
@@ -77,7 +84,9 @@ def is_of_towers(value: Any) -> bool:
 
 
 def hidden_shape(batch: Microbatch) -> tuple[int, int]:
-    """Return the numbers of samples and tokens of this rank's hidden states, without sequence parallelism."""
+    """Return the batch size and the number of tokens of this rank's hidden states, before they are sharded by sequence
+    parallelism.
+    """
     samples, tokens = tokens_of(batch)
     return samples, tokens if batch.tokens is None else batch.tokens
 
@@ -150,7 +159,9 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 class _Seen(Exception):
-    """Signal that the decoder was called, to end the forward pass."""
+    """Signal that an encoder-decoder's decoder was called, to end the forward pass: the call's input is all that is
+    needed.
+    """
 
 
 def targets_of(batch: Batch) -> tuple[int, int]:
@@ -212,7 +223,8 @@ def most_in_flight(plan: Plan, num_microbatches: int | None) -> tuple[int, ...]:
 
 
 def in_flight_together(plan: Plan, num_microbatches: int | None) -> tuple[int, ...]:
-    """Return, per stage, the microbatches in flight at the time when all stages of its rank together hold the most.
+    """Return, per stage, the microbatches that it holds at the time when all stages of its rank have the most in flight
+    in total.
 
     A single stage may hold more microbatches at another time.
     """
@@ -228,7 +240,8 @@ def in_flight_together(plan: Plan, num_microbatches: int | None) -> tuple[int, .
 def in_flight_of_ranks(
     schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int
 ) -> tuple[int, ...]:
-    """Return, per rank, the largest number of microbatches that its stages, assumed to be of equal size, hold together.
+    """Return, per rank, the largest number of microbatches that are in flight at once on all of its stages, which are
+    assumed to be of equal size.
 
     At most ``2 pp_size`` microbatches of a step are simulated, because more do not change the result.
     """

@@ -21,9 +21,10 @@ from .timeline import Action, Kind, Order
 def _breadth_first(
     rank: int, pp_size: int, num_microbatches: int, virtual_stages: int
 ) -> list[Action]:
-    """Run all microbatches through one stage before the next; backward passes take the stages in reverse order.
+    """Return the actions of one rank in the breadth-first order (Lamy-Poirier 2023): all microbatches pass through one
+    stage before the next stage begins.
 
-    (Lamy-Poirier 2023.)
+    Backward passes take the stages in reverse order.
     """
     stages = range(rank, pp_size * virtual_stages, pp_size)
     forward = [
@@ -35,7 +36,7 @@ def _breadth_first(
 def _interleaved(
     rank: int, pp_size: int, num_microbatches: int, virtual_stages: int, halves: bool = False
 ) -> list[Action]:
-    """Run interleaved 1F1B (Narayanan et al. 2021b).
+    """Return the actions of one rank in interleaved 1F1B (Narayanan et al. 2021b).
 
     With ``halves``, each backward pass is split, and weight gradients are computed later (ZB-H1, Qi et al. 2023).
     """
@@ -99,13 +100,17 @@ class _Row:
         self.actions.append(Action(stage, "backward", self._next(stage, "backward")))
 
     def inputs(self, stage: int) -> None:
-        """Append the input half of a backward pass on ``stage``, and defer the weight half."""
+        """Append a backward pass on ``stage`` that computes only the gradient of the input, and put off its weight
+        gradients.
+        """
         index = self._next(stage, "backward")
         self.actions.append(Action(stage, "backward_input", index))
         self.waiting.append((stage, index))
 
     def weights(self, stage: int | None = None) -> None:
-        """Append the oldest deferred weight half, on ``stage`` or (``None``) on any stage, if a half is deferred."""
+        """Append the computation of weight gradients that was put off first, of ``stage`` or (``None``) of any stage,
+        if there is one.
+        """
         waiting = next((entry for entry in self.waiting if stage in (None, entry[0])), None)
         if waiting:
             self.waiting.remove(waiting)
@@ -117,9 +122,10 @@ class _Row:
 
 
 def _zbv(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[Action]:
-    """Fill the V, then alternate forward pass, input gradient and weight gradient (Qi et al. 2023).
+    """Return the actions of one rank in the ZB-V schedule (Qi et al. 2023).
 
-    The weight gradients that remain are computed where the rank would otherwise wait.
+    The rank first runs forward passes until the V is full, and then alternates forward pass, input gradient and weight
+    gradient. The weight gradients that remain are computed where the rank would otherwise wait.
     """
     # Too few microbatches would not fill the V: more are scheduled, and the extra ones removed at the end.
     row = _Row(rank, pp_size)
@@ -151,7 +157,11 @@ def _zbv(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[Action]
 
 
 def _dualpipev(rank: int, pp_size: int, num_microbatches: int, _: int) -> list[Action]:
-    """Fill the V, then pair forward passes with backward passes of the rank's other stage (DeepSeek 2025)."""
+    """Return the actions of one rank in the DualPipeV schedule (DeepSeek 2025).
+
+    The rank first runs forward passes until the V is full, and then pairs forward passes of one stage with backward
+    passes of its other stage.
+    """
     row = _Row(rank, pp_size)
     behind = pp_size - rank - 1  # number of ranks after this one
     for _i in range(2 * behind):
@@ -276,7 +286,9 @@ def order(
 def check(
     schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int = 1, steps: int = 1
 ) -> None:
-    """Raise :class:`ConfigError` if ``schedule`` cannot run these numbers; the error names numbers that it can run."""
+    """Raise :class:`ConfigError` if ``schedule`` cannot run with these numbers of ranks, microbatches, stages and
+    steps; the error names numbers that it can run with.
+    """
     for name, value in (
         ("pp_size", pp_size),
         ("num_microbatches", num_microbatches),

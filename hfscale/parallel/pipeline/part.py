@@ -1,4 +1,4 @@
-"""Install pipeline parallelism: a part that replaces the runtime's executor."""
+"""Install pipeline parallelism: replace the loop over microbatches by a pipeline of stages."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,12 @@ from .run import Pipeline
 
 
 class PipelineStages(Part):
-    """Run a model's pipeline stages by an executor of their own."""
+    """Run a model's training and evaluation steps through pipeline stages."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Replace the local loop by a :class:`Pipeline`, which runs this rank's stages."""
+        """Replace the loop over microbatches by a :class:`Pipeline`, or by an extension's executor for the schedule,
+        which runs this rank's stages.
+        """
         executor = provided("executors", str(runtime.mesh.layout.pipeline_schedule))
         runtime.executor = (executor or Pipeline)(runtime)
         list_under_first_names(runtime)
@@ -22,7 +24,9 @@ class PipelineStages(Part):
     def check_step(
         self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False
     ) -> None:
-        """Refuse transformers' router loss, which would need the layers of several stages."""
+        """Raise :class:`ConfigError` for transformers' router loss (``output_router_logits``), which would need the
+        layers of all stages.
+        """
         asked = getattr(runtime.model.config, "output_router_logits", False)
         given = (batch.get("output_router_logits") for batch in batches)
         if any(asked if value is None else value for value in given):

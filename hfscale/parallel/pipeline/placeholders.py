@@ -35,7 +35,9 @@ from ...train.runtime.parameter_names import module_at
 
 @dataclass
 class StageForward:
-    """Hold the state of one stage's current forward pass."""
+    """Hold what the placeholders need to know about the running forward pass of a stage: what it received, and what it
+    will send.
+    """
 
     first: int = 0  # index of the stage's first layer; placeholders of earlier layers return the received hidden states
     # samples and tokens of the batch (of the encoder's input in encoder-decoders)
@@ -65,12 +67,12 @@ class StageForward:
     def arrive(
         self, arrived: Tensor | None, source: tuple[int, int], target: tuple[int, int]
     ) -> None:
-        """Begin a pass with the received hidden states.
+        """Begin a forward pass of a stage with the hidden states that it received.
 
         Args:
             arrived: the hidden states from the previous stage; ``None`` on the first stage.
-            source: samples and tokens of the encoder's input, or of a decoder-only model's input.
-            target: samples and tokens of the decoder's input.
+            source: numbers of samples and of tokens of the encoder's input, or of a decoder-only model's input.
+            target: numbers of samples and of tokens of the decoder's input.
         """
         self.shape = source
         self.target = target
@@ -82,7 +84,9 @@ class StageForward:
         self.arrived = self.first == self.border
 
     def leave(self, stream: Tensor | None, index: int) -> None:
-        """Record the stage's output, which is the input of the first layer after the stage."""
+        """Record the hidden states that the stage sends: the input of the layer after its last layer. Later calls in a
+        pass change nothing.
+        """
         if self.leaving is not None:
             return
         if self.border is not None and index >= self.border:
@@ -103,7 +107,7 @@ class _Placeholder(nn.Module):
         self.training = absent.training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``forward`` without hooks, which run on the stage that holds the module.
+        """Call ``forward`` without the module's hooks, which run only on the stage that holds the real module.
 
         Raises:
             ConfigError: the call is outside of a stage's pass.
@@ -131,7 +135,7 @@ class _Placeholder(nn.Module):
         return attribute
 
     def keep(self, path: str) -> None:
-        """Keep the submodule at ``path`` of the absent module, under the same name."""
+        """Keep one submodule, at ``path`` inside the replaced module: the placeholder holds it under the same path."""
         child, _, rest = path.partition(".")
         module = getattr(self._absent, child)
         if rest:
@@ -142,7 +146,7 @@ class _Placeholder(nn.Module):
             own_modules(self)[child] = module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Placeholder":
-        """Copy the placeholder; the copy shares the absent module and the stage's state.
+        """Copy the placeholder; the copy shares the replaced module and the stage's state.
 
         PEFT makes such copies of a head that is trained in full.
         """
@@ -156,7 +160,10 @@ class _Placeholder(nn.Module):
 
 
 class PlaceholderLayer(_Placeholder):
-    """Replace a layer of another stage; for ``returns`` see :class:`hfscale.plan.stages.StagePlan`."""
+    """Replace a layer of another stage.
+
+    ``returns`` is the number of entries of the tuple that the layer returns, or ``None`` if it returns a tensor.
+    """
 
     def __init__(
         self, absent: nn.Module, passage: StageForward, index: int, returns: int | None
@@ -165,7 +172,9 @@ class PlaceholderLayer(_Placeholder):
         self.__dict__.update(_index=index, _returns=returns)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the received hidden states, if the layer is before the stage; otherwise record the stage's output."""
+        """Stand for a layer of another stage. For a layer before this stage, return the hidden states that the stage
+        received; for a layer after it, record the stage's output.
+        """
         passage: StageForward = self._passage
         stream: Tensor | None = hidden_states_of(args, kwargs)
         if self._index < passage.first:
@@ -177,7 +186,7 @@ class PlaceholderLayer(_Placeholder):
 
 
 class PlaceholderModule(_Placeholder):
-    """Replace a module around the layers that another stage holds: an embedding, the last norm, or the head."""
+    """Replace a module of another stage that is not a layer: an embedding, the last norm, or the head."""
 
     def __init__(
         self, absent: nn.Module, passage: StageForward, returns: int | None, target: bool = False
@@ -186,7 +195,7 @@ class PlaceholderModule(_Placeholder):
         self.__dict__.update(_returns=returns, _target=target)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return zeros; no result depends on their values."""
+        """Return zeros of the shape of the module's output, whose values no result depends on."""
         passage: StageForward = self._passage
         # Stock code of encoder-decoders adds a bias to the head's output, so this output needs the right width.
         wide = passage.border is not None and isinstance(self._absent, nn.Linear)
@@ -284,7 +293,9 @@ def run_stages_apart(
 def _boundary(
     stages: StagePlan, passage: StageForward
 ) -> dict[str, Callable[[nn.Module], _Placeholder]]:
-    """Return, for the name of each module that only some stages hold, the function that makes a placeholder for it."""
+    """Return the function that makes a placeholder for a module, by the module's name, for each module that some stages
+    lack.
+    """
     returns = dict(stages.module_returns)
     places = stages.places
     stacks = stages.stacks

@@ -1,6 +1,6 @@
 """Split a model into pipeline stages: plan which layers and which other modules each stage holds.
 
-Stages are balanced by the FLOPs and parameters of the model's parts, which are counted from shapes on the meta device,
+Stages are balanced by the FLOPs and parameters of their modules, which are counted from shapes on the meta device,
 without weights or a run.
 """
 
@@ -66,7 +66,9 @@ def plan_pipeline(draft: Draft) -> None:
 
 
 def _check_stage_layers(draft: Draft) -> bool:
-    """Return whether ``stage_layers`` adds up to the number of layers; record a problem if not."""
+    """Return whether the layout's ``stage_layers`` (the number of layers of each stage) adds up to the model's number
+    of layers; record a problem if not.
+    """
     asked = draft.layout.stage_layers
     layers = draft.stack
     if asked is None or sum(asked) == len(layers):
@@ -83,7 +85,9 @@ def _lists(
     layers: list[str],
     count: int,
 ) -> list[str] | None:
-    """Return the names of the layer lists (one list, or those of encoder and decoder); ``None`` on problems."""
+    """Return the names of the lists of layers to divide into stages: one list, or those of encoder and decoder. If
+    there are problems, add them to ``draft`` and return ``None``.
+    """
     lists = list(dict.fromkeys(layer.rpartition(".")[0] for layer in layers))
     if len(lists) > 1 and not getattr(draft.config, "is_encoder_decoder", False):
         stage_problem(
@@ -106,7 +110,9 @@ def _lists(
 
 
 def _crosses_borders(draft: Draft) -> tuple[str, str] | None:
-    """Return ``None`` if layers need only hidden states from other stages, else the first obstacle and advice."""
+    """Return why the layers cannot be divided into stages that exchange only hidden states, and what to use instead;
+    ``None`` if they can.
+    """
     towers = draft.feature(TowersPlan)
     if towers is not None and towers.read_inside and not towers.first_layers:
         inputs = ", ".join(towers.read_inside)
@@ -121,7 +127,7 @@ def _crosses_borders(draft: Draft) -> tuple[str, str] | None:
 
 
 def _layers_with_pictures(draft: Draft, layers: int, stages: int) -> int:
-    """Return how many layers the first stage must have at least: images are added after each of these layers."""
+    """Return how many layers must be on the first stage of a model that adds images after each of its first layers."""
     towers = draft.feature(TowersPlan)
     asked = draft.layout.stage_layers
     first = 0 if towers is None else towers.first_layers

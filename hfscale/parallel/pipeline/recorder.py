@@ -33,7 +33,7 @@ class Recorder:
         self.start()
 
     def start(self) -> None:
-        """Clear the record and set the clock."""
+        """Clear the record, and take the current time of this machine's clock as its beginning."""
         self.record = Record(platform.node(), time.perf_counter_ns())
 
     @contextmanager

@@ -125,25 +125,32 @@ class Pipeline(Executor):
         return share_out(given, wanted, self._layout.pp, accepts, towers)
 
     def uncut(self) -> AbstractContextManager[None]:
-        """Do not split batches inside the ``with`` block if the schedule accepts their number as microbatches."""
+        """Do not split batches inside the ``with`` block: each batch is a microbatch, if the schedule accepts their
+        number.
+        """
         return attribute_replaced(self, "_uncut", True)
 
     def fewest_rows(self) -> int:
-        """Return the smallest number of rows that a batch can have: one row per microbatch."""
+        """Return the smallest number of rows that a batch can have: the number of microbatches, with
+        one row in each.
+        """
         # Every schedule can run 2 * pp_size microbatches.
         return int(self._layout.num_microbatches or 2 * self._layout.pp)
 
     def passes_together(self, microbatches: int) -> int:
-        """Return how many passes of a step gather weights, reduce gradients or exchange tokens.
+        """Return how many passes of a step use collectives over data or expert ranks: to gather weights, reduce
+        gradients or exchange tokens.
 
-        0 means that this is done once per step and not in every pass.
+        Return 0 if no pass does, because weights are gathered and gradients are reduced once per step.
         """
         layout = self._layout
         each = layout.weights_regather or layout.reduce_each_microbatch or layout.expert_batches > 1
         return microbatches if each else 0
 
     def check_plain_call(self, call: str) -> None:
-        """Refuse ``loss.backward()``: backward passes run inside the pipeline's schedule."""
+        """Raise :class:`ConfigError` for ``loss.backward()``, because backward passes run only inside the pipeline's
+        schedule.
+        """
         raise ConfigError(
             f"{self._layout.describe()}: {call} cannot run backward through pipeline stages: use loss "
             "= hfscale.train_step(model, batch), which leaves the gradients in .grad"
@@ -217,7 +224,10 @@ class Pipeline(Executor):
         return rank_programs(actions)[self._rank]
 
     def numbers_to_compare(self, train: bool) -> tuple[list[int], list[Tensor]]:
-        """Return this rank's report for the exchange at the beginning of a step; see :mod:`.agreement`."""
+        """Return what this rank reports before a step: which of its stages train, and the state of tied tensors.
+
+        :mod:`.agreement` describes these integers.
+        """
         return self._agreement.numbers_to_compare(train)
 
     def expect(self, trailing: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -229,11 +239,14 @@ class Pipeline(Executor):
         self._agreement.alone = True
 
     def compare_numbers(self, told: list[list[int]]) -> None:
-        """Read, before a step, the reports of all ranks that receive the same batch."""
+        """Read what all ranks with the same batch reported before a step: which stages train, and the state of tied
+        tensors.
+        """
         self._agreement.compare_numbers(told)
 
     def _set_training_stages(self, backward: bool) -> None:
-        """Set, before the first transfer of a step, which stages train.
+        """Tell this rank's stages, before the first transfer of a step, whether they train and whether the stage before
+        them does.
 
         Raises:
             ConfigError: the step has a backward pass, and no parameter of any stage trains.
@@ -303,7 +316,9 @@ class Pipeline(Executor):
         return leaving
 
     def _reads(self, stage: Stage, name: str, value: Any) -> bool:
-        """Return whether a stage reads an input: labels only on the last stage, inputs of towers only on the first."""
+        """Return whether a stage gets an input of the batch: labels go only to the last stage, inputs of vision or
+        audio towers only to the first, all others to every stage.
+        """
         added = self._runtime.plan.batch_fields.get(name)
         if name in _LABELS or (added is not None and added.is_target):
             return stage.index == len(self._stages.stages) - 1
@@ -315,7 +330,11 @@ class Pipeline(Executor):
         return torch.Size((*leading, *tail)), dtype
 
     def _leading(self, stage: int, batch: Microbatch) -> tuple[int, int]:
-        """Return the numbers of samples and tokens of a stage's input; of sharded tokens, only this rank's count."""
+        """Return the numbers of samples and of tokens per sample in the hidden states that a stage receives on this
+        rank.
+
+        If hidden states are sharded along the sequence, only this rank's tokens count.
+        """
         samples, tokens = hidden_shape(batch)
         if self._stages.stacks is not None:
             return samples, tokens + targets_of(batch)[1] * self._stages.arrives(stage)[1]

@@ -33,7 +33,7 @@ class Costs:
     stages: tuple[float, ...] = ()
 
     def duration(self, kind: Kind, stage: int = 0) -> float:
-        """Return the duration of one action."""
+        """Return the duration of an action of ``kind`` on ``stage``."""
         return float(getattr(self, kind)) * (self.stages[stage] if self.stages else 1.0)
 
 
@@ -88,7 +88,10 @@ def _run(
     last: int,
     ready: dict[Result, float],
 ) -> list[Span] | None:
-    """Return the spans of the actions of ``piece``, one action or a pair; ``None`` if an input does not exist yet."""
+    """Return the start and end of each action in ``piece``, one action or a pair that begins together.
+
+    Return ``None`` if an input of an action does not exist yet.
+    """
     durations = [costs.duration(action.kind, action.stage) for action in piece]
     if len(piece) > 1 and costs.pair is not None:
         scale = costs.pair / sum(durations)

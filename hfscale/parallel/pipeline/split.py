@@ -19,13 +19,15 @@ from ..._compat.torch_pipelining import stage_backward_input, stage_backward_wei
 from ...distributed.ops.head_cross_entropy import each_gradient_once
 
 Split = list[dict[str, Any]]
-"""State for the second half: groups of weights, each with the graph nodes next to them and the nodes' gradients."""
+"""What the first half of a backward pass leaves for the second: groups of weights, each with the graph nodes next to
+the weights and the nodes' gradients.
+"""
 
 
 def backward_of_input(
     output: Tensor, gradient: Tensor | None, given: Tensor, weights: Iterable[Any]
 ) -> Split:
-    """Run the first half, which adds the gradient of the input to ``given.grad``.
+    """Run the first half of a backward pass, which adds the gradient of the stage's input to ``given.grad``.
 
     ``gradient`` is the gradient of ``output``; ``None`` if the output is a scalar.
     """
@@ -35,7 +37,7 @@ def backward_of_input(
 
 
 def backward_of_weights(split: Split, weights: Iterable[Any]) -> None:
-    """Run the second half, which adds the gradients of the weights to their ``.grad``."""
+    """Run the second half of a backward pass, which adds the gradients of the weights to their ``.grad``."""
     with ExitStack() as hooks, each_gradient_once():
         for group in split:
             for node, gradients in zip(group["intermediates"], group["grads"], strict=True):
@@ -48,7 +50,9 @@ def backward_of_weights(split: Split, weights: Iterable[Any]) -> None:
 
 
 def _merged(groups: Split) -> Split:
-    """Merge groups that have a weight in common, and drop groups without gradients."""
+    """Merge groups that have a weight in common, so that its gradient is counted once, and drop groups without
+    gradients.
+    """
     merged: Split = []
     for group in groups:
         if "grads" not in group:
@@ -67,7 +71,9 @@ def _merged(groups: Split) -> Split:
 
 @cache
 def splits_exactly() -> bool:
-    """Return whether, in this version of torch, the two halves give the gradients of a full backward pass."""
+    """Return whether, in this version of torch, a backward pass in two halves (input, then weights) gives the same
+    gradients as an ordinary one.
+    """
     names = ("given", "twice", "shared", "first", "second")
     leaves = {
         name: torch.linspace(0.5, 1.5 + index, 4, requires_grad=True)

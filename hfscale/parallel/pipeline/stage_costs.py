@@ -1,4 +1,6 @@
-"""Count the FLOPs and parameters of a model's parts from shapes on the meta device, without weights or a run."""
+"""Count the FLOPs and parameters of a model's layers and other modules from shapes on the meta device, without weights
+or a run.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ _BACKWARD = 3
 
 @dataclass(frozen=True)
 class Cost:
-    """Hold the cost of a part of a model."""
+    """Hold the FLOPs per token, and the number of parameters, of one or more modules of a model."""
 
     flops: int = 0  # FLOPs of the part's forward pass per token; a multiplication and an addition count as two
     parameters: int = 0  # the number of the part's parameters
@@ -34,13 +36,17 @@ class Cost:
         return Cost(self.flops + other.flops, self.parameters + other.parameters)
 
     def work(self, batch_tokens: int = _BATCH_TOKENS) -> int:
-        """Return the FLOPs of a training step, plus the FLOPs that would take as long as the optimizer's update."""
+        """Return the cost of the modules in a training step as one number, in FLOPs: those of the passes, plus the
+        FLOPs that would take as long as the optimizer's update.
+        """
         return _BACKWARD * self.flops * batch_tokens + _UPDATE * self.parameters
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Hold the costs of a model's parts."""
+    """Hold the cost (FLOPs, parameters) of each layer of a model, of the modules before and after the layers, and of
+    the modules on every stage.
+    """
 
     before: Cost  # modules before the first layer
     layers: tuple[Cost, ...]  # each layer
@@ -48,7 +54,8 @@ class LayerCosts:
     shared: Cost = Cost()  # modules that every stage holds
 
     def balanced(self, stages: int, first: int = 0) -> tuple[int, ...]:
-        """Return the number of layers of each stage, balanced by work (:func:`hfscale.plan.stages.balance`).
+        """Return how many layers each stage gets, so that stages have similar costs
+        (:func:`hfscale.plan.stages.balance`).
 
         The first stage gets at least ``first`` layers.
         """

@@ -1,4 +1,6 @@
-"""Find the modules around the layers of a model: before the first layer, after the last, and read by all layers."""
+"""Find the modules outside the layers of a model: those used before the first layer, those used after the last, and
+those that all layers read.
+"""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +18,10 @@ from ...plan.stages import Loan, TwoStacks
 
 @dataclass(frozen=True)
 class StageInputs:
-    """Hold the names of modules and parameters around the layers, and the form of the modules' outputs.
+    """Hold the names of modules and parameters outside the layers, and what the modules return.
 
-    The form of an output is ``None`` for a single tensor, ``n`` for a tuple of ``n`` entries whose first is the tensor.
+    What a module returns is written as ``None`` for a single tensor, and as ``n`` for a tuple of ``n`` entries whose
+    first is the tensor.
     """
 
     before: tuple[str, ...]  # used before the first layer
@@ -34,7 +37,9 @@ class StageInputs:
     ] = ()  # modules of a layer list's first layer that every stage with layers of the list also holds
 
     def beside_all(self, layers: Sequence[str]) -> list[str]:
-        """Return the modules and parameters that a stage with these layers holds in addition to the layers."""
+        """Return the names of the modules and parameters, other than its layers, that a stage with ``layers`` holds
+        because these layers need them.
+        """
         items = [item for layer in layers for item in self.beside.get(layer, ())]
         lists = {layer.rpartition(".")[0] for layer in layers}
         borrowed = (
@@ -52,7 +57,11 @@ def stage_problem(draft: Draft, what: str, instead: str = "pp_size=1") -> None:
 
 @dataclass(frozen=True)
 class LayersSeen:
-    """Hold the trace of a run through a list of layers; fields are those of a probe in :mod:`hfscale.extras.proofs`."""
+    """Record in which part of a forward pass modules and parameters were used: before, between or after the layers of a
+    list.
+
+    Fields are those of a probe in :mod:`hfscale.extras.proofs`.
+    """
 
     phases: Mapping[str, set[str]]
     returns: int | None
@@ -62,7 +71,12 @@ class LayersSeen:
 
 
 def see_passage(draft: Draft, layer_list: str, items: Iterable[str]) -> LayersSeen | None:
-    """Trace a run of the model, or of a tiny clone if its code reads values; ``None`` if neither can be traced."""
+    """Trace a forward pass through the layers of ``layer_list``, and return when each of ``items`` (modules,
+    parameters) is used.
+
+    The pass is one of the model itself or, if the model's code reads values of tensors, of a tiny copy of the model. If
+    neither can be traced, record a problem and return ``None``.
+    """
     facts = ask("passage", draft.model, layer_list, layer_list=layer_list, items=list(items))
     if failure := facts["failure"]:
         stage_problem(
@@ -78,9 +92,11 @@ def see_passage(draft: Draft, layer_list: str, items: Iterable[str]) -> LayersSe
 def note_obstacles(
     draft: Draft, layer_list: str, seen: LayersSeen, read: Collection[str] = ()
 ) -> tuple[Loan, ...]:
-    """Record as problems the obstacles between layers, and the modules that all layers ``read``.
+    """Record as problems what keeps a list of layers from being divided into stages: the obstacles that a trace has
+    found, and the modules that all layers ``read``.
 
-    If layers need a module of the first layer, return the loan of this module in place of a problem.
+    If an obstacle is that all layers need the result of one module of the first layer, and every stage can hold this
+    module as a tied tensor, return the module as a :class:`Loan` in place of this problem.
     """
     loan = find_loan(draft.model, layer_list) if GIVEN in seen.obstacles else None
     for obstacle in seen.obstacles:
@@ -92,7 +108,10 @@ def note_obstacles(
 
 
 def trace(draft: Draft, layer_list: str) -> StageInputs | None:
-    """Classify the modules and parameters around one list of layers; record problems and return ``None`` on failure."""
+    """Find out which modules and parameters outside one list of layers are used before, after or by the layers.
+
+    If this fails, record problems and return ``None``.
+    """
     added = [] if draft.added is None else [draft.added.name]
     around = (item for item in items_around(draft.model, layer_list) if item not in added)
     tensors = {item: set(tensors_of(draft.model, item)) for item in around}
@@ -120,9 +139,9 @@ def trace(draft: Draft, layer_list: str) -> StageInputs | None:
 
 
 def _refuse_shared_pictures(draft: Draft, shared: set[str]) -> None:
-    """Record a problem if all layers of a multimodal model read the token embeddings.
+    """Record a problem if all layers of a multimodal model read the input embeddings of the tokens.
 
-    The embeddings include images, and only the first stage has the images.
+    The embeddings contain images, which only the first stage has.
     """
     embedding = input_embedding(draft.model)
     if draft.feature(TowersPlan) is not None and any(
@@ -139,7 +158,10 @@ def _phases(
     item: str,
     tensors: dict[str, set[int]],
 ) -> set[str]:
-    """Return the phases in which ``item`` is used; record a problem if it can be neither on one stage nor on all."""
+    """Return when ``item``, a module or parameter, is used in a forward pass: before, between or after the layers.
+
+    Record a problem if ``item`` can be neither on one stage nor on all stages.
+    """
     phases = seen.phases.get(item, set())
     held = tensors[item]
     towers = draft.feature(TowersPlan)
@@ -160,7 +182,9 @@ def _phases(
 
 
 def find_stacks(draft: Draft, lists: list[str]) -> TwoStacks | None:
-    """Return the two stacks of an encoder-decoder; record a problem and return ``None`` if it cannot be divided."""
+    """Return the names of the encoder and of the decoder of an encoder-decoder that can be divided into stages;
+    otherwise record a problem and return ``None``.
+    """
     model: Any = draft.model
     encoder = _name(draft, getattr(model, "get_encoder", lambda: None)())
     decoder = _name(draft, getattr(model, "get_decoder", lambda: None)())
@@ -198,11 +222,12 @@ def find_stacks(draft: Draft, lists: list[str]) -> TwoStacks | None:
 
 
 def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> StageInputs | None:
-    """Return the modules around the layers of both stacks; record problems and return ``None`` if this fails.
+    """Find out which modules and parameters outside the layers of an encoder-decoder are used before, after or by the
+    layers.
 
-    Each stack follows the rules for one layer list. The encoder's last norm is on the stage of the encoder's last
-    layer, the decoder's embedding on the stage of the decoder's first layer. A stage of the decoder needs only the
-    encoder's output.
+    If this fails, record problems and return ``None``. Encoder and decoder follow the rules for one layer list. The
+    encoder's last norm is on the stage of the encoder's last layer, the decoder's embedding on the stage of the
+    decoder's first layer. A stage of the decoder needs only the encoder's output.
     """
     model = draft.model
     # The modules around one list include the full other stack.
@@ -259,7 +284,9 @@ def trace_stacks(draft: Draft, lists: list[str], stacks: TwoStacks) -> StageInpu
 def _traced_lists(
     draft: Draft, lists: list[str], around: Sequence[list[str]], stacks: TwoStacks
 ) -> tuple[tuple[LayersSeen, LayersSeen], tuple[Loan, ...]] | None:
-    """Trace a run through both layer lists; return the traces and the loans of first layers, ``None`` on problems."""
+    """Trace a forward pass through the layers of the encoder and of the decoder. Return both traces, and the modules of
+    a first layer whose results all layers of its list need (loans). Return ``None`` if there are problems.
+    """
     encoding, decoding = (
         see_passage(draft, path, items) for path, items in zip(lists, around, strict=True)
     )
@@ -277,7 +304,9 @@ def _check(
     phases: set[str],
     held: Mapping[str, set[int]],
 ) -> None:
-    """Record a problem if an item cannot be on a single stage."""
+    """Record a problem if ``item``, a module or parameter outside the layers, is used between layers or not at all, and
+    so can be on no single stage.
+    """
     if "between" in phases:
         stage_problem(draft, f"{item} is used between layers, so every stage would need it")
     elif not phases and not held[item] <= {

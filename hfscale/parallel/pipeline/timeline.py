@@ -16,15 +16,15 @@ KINDS: tuple[Kind, ...] = ("forward", "backward", "backward_input", "backward_we
 its two halves; ``update`` is the optimizer's step on a stage."""
 LETTERS: dict[Kind, str] = dict(zip(KINDS, "FBIWU", strict=True))
 GRADIENT: tuple[Kind, Kind] = ("backward", "backward_input")
-"""The kinds that compute the gradient for which the stage before waits."""
+"""The kinds of actions that compute the gradient of a stage's input, for which the stage before waits."""
 RELEASE: tuple[Kind, Kind] = ("backward", "backward_weight")
-"""The kinds after which a microbatch's activations are no longer needed."""
+"""The kinds of actions after which the activations of a microbatch on the stage are no longer needed."""
 # A result: (stage, ``"activation"`` or ``"gradient"``, microbatch). The gradient is that of the stage's input.
 Result: TypeAlias = tuple[int, str, int]
 
 
 class Action(NamedTuple):
-    """Describe one computation."""
+    """Describe one computation of a pipeline: which stage does what on which microbatch."""
 
     stage: int
     kind: Kind  # one of :data:`KINDS`
@@ -57,7 +57,7 @@ class Timeline:
     microbatches: int = 0  # number of microbatches in one step; 0 if unknown: they are then counted
 
     def spans(self) -> Iterator[tuple[int, Span]]:
-        """Yield every span with its rank."""
+        """Yield ``(rank, span)`` for every span, that is an action with its start and end, on all ranks."""
         return ((rank, span) for rank, spans in enumerate(self.ranks) for span in spans)
 
     @property
@@ -154,12 +154,16 @@ class Timeline:
         return 1 - busy / ((end - begin) * self.num_ranks)
 
     def peak_live(self) -> tuple[int, ...]:
-        """Return, per stage, the largest number of microbatches between forward pass and end of backward pass."""
+        """Return, per stage, the largest number of microbatches in flight: between their forward pass and the end of
+        their backward pass.
+        """
         return peak_live(tuple(tuple(span.action for span in spans) for spans in self.ranks))
 
 
 def pieces_of(actions: Sequence[Action]) -> list[list[Action]]:
-    """Group actions into pieces: a piece is a single action, or a pair of actions that begin together."""
+    """Group a rank's actions into the units that are run at once: single actions, or pairs of actions that begin
+    together.
+    """
     pieces: list[list[Action]] = [[]]
     for action in actions:
         pieces[-1].append(action)
@@ -169,7 +173,9 @@ def pieces_of(actions: Sequence[Action]) -> list[list[Action]]:
 
 
 def needs(action: Action, last: int) -> list[Result]:
-    """Return the results that must exist before an action can begin; ``last`` is the number of the last stage."""
+    """Return the activations and gradients that must exist before an action can begin; ``last`` is the number of the
+    last stage.
+    """
     stage, kind, index, _ = action
     if kind == "forward":
         return [(stage - 1, "activation", index)] if stage else []
@@ -191,9 +197,11 @@ def play(
         bool,
     ],
 ) -> list[list[Action]]:
-    """Call ``run`` with every rank's next piece, in turn, until no piece can run.
+    """Let the ranks of a pipeline take turns: call ``run(rank, actions)`` for each rank, with the rank's next action or
+    pair of actions that begin together, until no rank can continue.
 
-    ``run`` returns whether the piece ran. Return, per rank, the piece at which the rank is stuck; empty if it finished.
+    ``run`` returns whether the actions ran. Return, per rank, the actions that could not run; empty if the rank
+    finished.
     """
     waiting = [deque(pieces_of(actions)) for actions in order]
     moved = True
@@ -207,7 +215,9 @@ def play(
 
 
 def peak_live(order: Order) -> tuple[int, ...]:
-    """Return, per stage, the largest number of microbatches between their forward pass and their weight gradients."""
+    """Return, per stage, the largest number of microbatches in flight: those that have run their forward pass, and
+    whose weight gradients are not computed yet.
+    """
     every = [action for actions in order for action in actions]
     stages = range(1 + max((action.stage for action in every), default=-1))
     return fullest_live(
@@ -216,9 +226,9 @@ def peak_live(order: Order) -> tuple[int, ...]:
 
 
 def fullest_live(order: Order, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return, per stage, the microbatches in flight at the time when all stages of its rank together hold the most.
+    """Return, per stage, the microbatches that it holds at the time when all stages of its rank hold the most in total.
 
-    The microbatches of each stage are weighted by the stage's size in ``sizes``.
+    For the total, the microbatches of each stage are weighted by the stage's size in ``sizes``.
     """
     alive = [0] * len(sizes)
     fullest = [0] * len(sizes)

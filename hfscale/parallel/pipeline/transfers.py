@@ -39,14 +39,16 @@ _RESULTS = {
 # The results that each kind of step adds to its rank, as (offset of the result's stage, result).
 _RESULTS |= dict.fromkeys(GRADIENT, (0, "gradient"))
 Step = tuple[str, int, int]
-"""One step of a program: a kind of action or one of the transfers above, the stage, and the microbatch."""
+"""One step of a rank's program: what it does (a kind of action, or a send or receive of an activation or gradient), the
+stage, and the microbatch.
+"""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LENGTH = 6  # number of integers in an announcement: dtype, number of trailing dims, the dims
 _Kind = tuple[tuple[int, ...], torch.dtype]
 
 
 def rank_programs(order: Order, name: str = "this order") -> list[list[Step]]:
-    """Return every rank's program.
+    """Return the program of each rank: its computations in the given order, with the sends and receives between them.
 
     Raises:
         ConfigError: the order has updates inside a step, or a pair that can never begin.
@@ -102,7 +104,9 @@ def run_program(program: Sequence[Step], workers: Mapping[int, "StageWorker"]) -
 
 
 def _steps(piece: Sequence[Action], homes: Mapping[int, int]) -> Iterator[tuple[int, Step]]:
-    """Yield (rank, step) for the actions of a piece, then for the sends of results and the matching receives."""
+    """Yield (rank, step) for one action or for a pair of actions that begin together, then for the sends of their
+    results and the matching receives.
+    """
     for action in piece:
         yield homes[action.stage], (action.kind, action.stage, action.microbatch)
     for action in piece:
@@ -116,10 +120,11 @@ def _steps(piece: Sequence[Action], homes: Mapping[int, int]) -> Iterator[tuple[
 
 
 class ActivationTypes:
-    """Hold trailing dims and dtype of the activations that each stage receives, for training and for evaluation.
+    """Hold the shape and dtype of the hidden states that each stage receives, without the dims for samples and tokens,
+    for training and for evaluation.
 
-    They are sent over the control group together with the first activations. The numbers of samples and tokens are
-    known from the batch.
+    A stage sends them to the next stage over the control group, together with its first hidden states. The numbers of
+    samples and tokens are known from the batch.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -130,7 +135,9 @@ class ActivationTypes:
         self._expected: _Kind | None = None
 
     def expect(self, trailing: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Assume these trailing dims and this dtype for all received hidden states, without an announcement."""
+        """Assume these trailing dims and this dtype for all received hidden states, instead of receiving them from the
+        sending stage.
+        """
         self._expected = trailing, dtype
 
     def announce(
@@ -141,11 +148,12 @@ class ActivationTypes:
         peer: int,
         training: bool,
     ) -> None:
-        """Send to ``stage``, on rank ``peer``, the trailing dims and dtype of its hidden states; only the first time.
+        """Send the trailing dims and dtype of the hidden states ``stream`` to rank ``peer``, which holds ``stage``. Do
+        so only once for training and once for evaluation.
 
         Raises:
-            ConfigError: the dims or dtype of ``stream`` differ from those announced before, or its first dims are not
-                ``leading``.
+            ConfigError: the dims or dtype differ from those sent before, or the first dims are not ``leading``
+                (samples, tokens).
         """
         kind = tuple(stream.shape[len(leading) :]), stream.dtype
         if tuple(stream.shape[: len(leading)]) != leading or kind[1] not in _DTYPES:
@@ -179,7 +187,7 @@ class ActivationTypes:
         return self._known[stage, training]
 
     def finish(self) -> None:
-        """Wait until the announcements have arrived."""
+        """Wait until the shapes and dtypes sent to other stages have arrived."""
         for _, work in self._sending:
             work.wait()
         self._sending.clear()

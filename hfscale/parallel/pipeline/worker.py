@@ -27,15 +27,16 @@ from .split import Split, backward_of_input, backward_of_weights
 from .timeline import Action, Kind
 
 Compute = Callable[[Tensor | None, int], Tensor]
-"""Forward pass of a stage: (hidden states from the stage before, microbatch) -> hidden states for the next stage, or
-the loss."""
+"""Type of the function that runs a stage's forward pass: (hidden states from the stage before, number of the
+microbatch) -> hidden states for the next stage or, on the last stage, the loss.
+"""
 # Microbatch -> shape and dtype of the hidden states that arrive.
 Shape = Callable[[int], tuple[torch.Size, torch.dtype]]
 
 
 @dataclass(frozen=True)
 class StagePlace:
-    """Describe the place of a stage in the pipeline."""
+    """Hold the index of a stage, and the ranks, groups and device with which it communicates."""
 
     index: int
     ranks: tuple[int, ...]  # the pipeline rank of every stage

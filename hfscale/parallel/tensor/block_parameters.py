@@ -1,4 +1,8 @@
-"""Derive from a block's role how each of its parameters is sharded, or why the block cannot be sharded."""
+"""Derive how each parameter of a tensor-parallel block (attention, MLP) is sharded, or why the block cannot be sharded.
+
+Each block has an entry in the model's blueprint, which says which of its projections are column-parallel, row-parallel
+or replicated.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +24,9 @@ _PARTIAL: tuple[None, tuple[str, ...]] = (None, ("tp",))
 
 @dataclass(frozen=True)
 class PlacedBlock:
-    """Describe one block of a model."""
+    """Describe one tensor-parallel block (attention, MLP) of a model, with the plan that its parameters
+    are added to.
+    """
 
     draft: Draft  # the model's plan under construction
     name: str  # the name of the block's module
@@ -172,7 +178,7 @@ def _cut_other(block: PlacedBlock, child: str, dim: int, fused: int) -> None:
 
 
 def _share_rest(block: PlacedBlock) -> Iterator[str]:
-    """Plan every module in the block whose parameters have no rule yet as replicated; yield the module's name."""
+    """Plan the modules in a block whose parameters have no sharding rule yet as replicated; yield their names."""
     draft = block.draft
     outside = tuple(map(block.path, block.role.outside))
     for path, module in draft.modules[block.name].named_modules(prefix=block.name):
@@ -184,7 +190,12 @@ def _share_rest(block: PlacedBlock) -> Iterator[str]:
 
 
 def _refuse_writers(draft: Draft, path: str, module: Any) -> None:
-    """Refuse to replicate a module that may read or write the block's output."""
+    """Add a problem if a module in a block may read or write the block's output, and nothing is known about how to
+    shard it.
+
+    Such a module cannot be replicated: it would read a partial sum over tensor ranks, or every rank would add its
+    output.
+    """
     weight = own_parameters(module).get("weight")
     hidden = first_count(text_config(draft.config), ("hidden_size",))
     if weight is None or weight.ndim not in (1, 2) or weight.shape[0] != hidden:
@@ -203,7 +214,10 @@ def _refuse_writers(draft: Draft, path: str, module: Any) -> None:
 
 
 def _refuse_roleless(block: PlacedBlock) -> None:
-    """Refuse parameters without a role if the block's input enters at the block's own module."""
+    """Add a problem for each parameter of a block for which nothing says whether it is sharded or replicated.
+
+    This applies to blocks whose input is the input of the block's module itself, not of modules inside the block.
+    """
     draft = block.draft
     role = block.role
     if role.enter != ("",):

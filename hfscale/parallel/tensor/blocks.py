@@ -1,4 +1,8 @@
-"""Plan the tensor-parallel blocks: match modules with the blueprint's roles, and shard their parameters accordingly."""
+"""Plan the tensor-parallel blocks (attention, MLP) of a model, and how their parameters are sharded.
+
+Blocks are found by the model's blueprint: data that say, for each kind of block, which projections are column-parallel
+or row-parallel.
+"""
 
 from collections.abc import Iterator
 from functools import reduce
@@ -25,7 +29,11 @@ _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
 def plan_blocks(draft: Draft, blueprint: Blueprint, layers: list[str]) -> list[BlockPlan]:
-    """Return the tensor-parallel blocks of all layers; add the sharding rules of their parameters to ``draft``."""
+    """Return the plans of the tensor-parallel blocks in all ``layers``: the attention and MLP modules that
+    ``blueprint`` describes.
+
+    The sharding rules of the blocks' parameters are added to ``draft``, the plan under construction.
+    """
     blocks: list[BlockPlan] = []
     matched: set[str] = set()  # the blueprint's paths that exist in a layer
     unfit = blueprint.unfit(draft.block_config)
@@ -65,9 +73,11 @@ def plan_blocks(draft: Draft, blueprint: Blueprint, layers: list[str]) -> list[B
 
 
 def _refuse_unmatched(draft: Draft, blueprint: Blueprint, matched: set[str]) -> None:
-    """Refuse a blueprint with a block that no layer has.
+    """Add a problem if the blueprint, which describes the blocks of the model's layers, names a block that no layer
+    has.
 
-    A config that sets a kind for each layer is accepted, because none of its layers may be of the kind with this block.
+    There is no problem if the config sets a kind for each layer (such as attention or recurrence), because the block
+    may belong to a kind that this model does not use.
     """
     config = text_config(draft.config)
     if matched and any(field(config, name) for name in PER_LAYER):
@@ -84,7 +94,11 @@ def _refuse_unmatched(draft: Draft, blueprint: Blueprint, matched: set[str]) -> 
 
 
 def _key_value_path(draft: Draft, block: str, role: Block) -> str | None:
-    """Return the first projection that makes a block's keys or values, according to its role; ``None`` if none does."""
+    """Return the name of the first projection that makes keys or values in the attention module ``block``; ``None`` if
+    none does.
+
+    ``role`` says which projections of the block make keys and values.
+    """
     for child, chosen in role.key_value.items():
         parts = role.parts.get(child, 1)
         count = parts if isinstance(parts, int) else len(parts(draft.block_config))
@@ -118,14 +132,18 @@ def _key_value_replicas(draft: Draft, block: str, role: Block) -> int:
 
 
 def _reads_others_keys(draft: Draft, block: str, role: Block) -> bool:
-    """Return whether attention reads an earlier layer's keys and makes none of its own, as in late Gemma 3n layers."""
+    """Return whether an attention block has no key projection, and reads the keys of an earlier layer, as in late Gemma
+    3n layers.
+    """
     makes = (child for child in role.key_value if child in role.column)
     missing = [child for child in makes if f"{block}.{child}" not in draft.modules]
     return bool(missing) and _GROUPS in vars(draft.modules[block])
 
 
 def _group_attributes(draft: Draft, block: str) -> list[str]:
-    """List the attributes inside a block that hold the number of query heads per key/value head."""
+    """List the attributes of modules inside a block that hold the number of query heads per key/value head, as paths in
+    the block.
+    """
     modules = draft.modules[block].named_modules()
     return [f"{name}.{_GROUPS}".lstrip(".") for name, module in modules if _GROUPS in vars(module)]
 
@@ -162,7 +180,9 @@ def _block(draft: Draft, name: str, role: Block, layers: list[str]) -> BlockPlan
 
 
 def _local_attributes(block: PlacedBlock) -> tuple[tuple[str, int], ...]:
-    """List the size attributes (numbers of heads, widths) that a rank must divide, with their divisors."""
+    """List the attributes of a block that are sizes (numbers of heads, widths), each with the number by which a tensor
+    rank divides it.
+    """
     draft = block.draft
     role = block.role
 
@@ -180,7 +200,7 @@ def _local_attributes(block: PlacedBlock) -> tuple[tuple[str, int], ...]:
 
 
 def _divisor(block: PlacedBlock, attribute: str) -> int:
-    """Return the number by which ``attribute`` is divided to get its local value.
+    """Return the number by which a tensor rank divides ``attribute``, a number of heads or a width of a block.
 
     This is ``tp_size``, or ``tp_size / replicas`` for a count of key/value heads that several ranks hold.
     """
@@ -193,10 +213,11 @@ def blocks_around_experts(
     name: str,
     role: Block,
 ) -> Iterator[tuple[str, Block]]:
-    """Yield the blocks of module ``name`` that are sharded over the tensor axis, each with its role.
+    """Yield the tensor-parallel blocks in module ``name``, each with its description: which projections are
+    column-parallel, row-parallel and so on.
 
-    Mostly the only block is ``name`` itself. In an MoE layer whose tokens are divided over the tensor ranks, the blocks
-    are the layer's shared experts.
+    Mostly the only block is ``name`` itself, with the description ``role``. In an MoE layer whose tokens are divided
+    over the tensor ranks, the blocks are the layer's shared experts.
     """
     inside = [
         path
@@ -215,7 +236,9 @@ def blocks_around_experts(
 
 
 def _inner(role: Block, child: str) -> Block:
-    """Return the role of the block's submodule ``child``, taken from the block's role."""
+    """Return the description (column-parallel projections, row-parallel projections ...) of ``child``, a submodule of a
+    block with the description ``role``.
+    """
 
     def within(paths: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(
@@ -233,7 +256,9 @@ def _inner(role: Block, child: str) -> Block:
 
 
 def check_heads(draft: Draft, groups: int) -> None:
-    """Refuse a ``tp_size`` that would split a head, for heads in ``groups`` groups and without replicated heads."""
+    """Add a problem if ``tp_size`` would split an attention head. Heads are in ``groups`` groups, and no head is
+    replicated.
+    """
     heads, key_heads = _heads_of_config(draft)
     if not heads or not key_heads:
         return
@@ -249,7 +274,8 @@ def check_heads(draft: Draft, groups: int) -> None:
 
 
 def key_value_replicas(draft: Draft, attention: Any, groups: int) -> int:
-    """Return how many consecutive ranks hold each key/value head of ``attention``; refuse sizes that split a head.
+    """Return how many consecutive ranks hold each key/value head of ``attention``; add a problem if ``tp_size`` would
+    split a head.
 
     The queries of a rank read only the key/value heads of the same rank. ``tp_size`` must divide the number of heads,
     and must divide, or be a multiple of, the number of key/value heads. If there are fewer key/value heads than ranks
@@ -280,7 +306,9 @@ def key_value_replicas(draft: Draft, attention: Any, groups: int) -> int:
 
 
 def check_block_heads(draft: Draft, blocks: list[BlockPlan]) -> None:
-    """Refuse a ``tp_size`` that would split a head in a block with its own number of heads (of an encoder, a tower)."""
+    """Add a problem if ``tp_size`` does not divide the number of heads of a block, which for an encoder or a tower may
+    differ from the number in the config.
+    """
     if draft.problems:
         return
     for block in blocks:
@@ -296,7 +324,9 @@ def check_block_heads(draft: Draft, blocks: list[BlockPlan]) -> None:
 
 
 def _heads_of_config(draft: Draft) -> tuple[int | None, int | None]:
-    """Return the config's numbers of heads and key/value heads; if layers differ, their greatest common divisors."""
+    """Return the config's numbers of attention heads and of key/value heads. If layers have different numbers, return
+    their greatest common divisors.
+    """
     config = text_config(draft.config)
     # If the config has this field, the usual field names count the encoder's heads.
     heads = key_heads = counts(config, ("decoder_attention_heads",))

@@ -5,9 +5,9 @@ Data flow of one block (``t`` tensor ranks, ``h`` hidden size)::
     [b, s, h] --copy--> column projections --> [b, s, .../t] --> row projection --> partial [b, s, h] --reduce--> full
 
 Between the edges every module is the stock module, with local sizes and plain tensors. The hooks are on the block and
-not on its projections, so that wrappers installed around a projection later (adapters, quantized layers, compilers,
-FSDP) stay between the edges. Training processes and the threads that test an inferred blueprint install the same hooks,
-with different functions in their :class:`Edge`.
+not on its projections, so that wrappers installed on a projection later (adapters, quantized layers, compilers, FSDP)
+stay between the edges. hfscale also simulates tensor ranks by threads, to test a sharding that it has derived for an
+unknown model. Threads and training processes install the same hooks, with different functions in their :class:`Edge`.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,9 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Overlap:
-    """Compute the weight gradients of one block's column projections after starting the block's backward collective."""
+    """Overlap communication with computation at the entry of a block: in the backward pass, start the collective on the
+    gradient of the block's input, then compute the weight gradients of the block's column projections.
+    """
 
     def __init__(
         self,
@@ -65,7 +67,7 @@ class Overlap:
     def enter(self, x: Tensor, stream: SequenceRegion | None) -> Tensor:
         """Return the block's input for its projections, with all tokens.
 
-        If ``x`` is sharded along the sequence, ``stream`` is its sequence-parallel region, which gathers it.
+        If ``x`` is sharded along the sequence, ``stream`` all-gathers it; otherwise ``stream`` is ``None``.
         """
         self.gathered = None
         if self._waiting:  # left by a pass that failed, or that did not run every projection
@@ -105,7 +107,8 @@ class Overlap:
 
     @cached_property
     def _agrees(self) -> bool:
-        """Return whether a projection multiplies by other code than torch's, which may exchange values between ranks.
+        """Return whether a column projection's matrix product is not torch's own (8-bit products, for example), so that
+        it may communicate between ranks.
 
         If so, all ranks must communicate in the same order whatever their number of tokens, because context ranks may
         have different numbers of tokens. The result is cached: such code is set before the first pass.
@@ -113,7 +116,8 @@ class Overlap:
         return any(multiplied_by(column) is not Products for column in self.columns)
 
     def read_by(self, low_rank: Any, read: Callable[[Tensor], Tensor]) -> None:
-        """Keep an adapter's first factor ``low_rank`` from saving an input that the backward pass gathers again.
+        """Under ``sequence_regather``, compute the weight gradient of ``low_rank``, the first factor of an adapter,
+        from the block's input that is gathered again in the backward pass: the factor then saves no input.
 
         ``read`` maps the factor's weight to the tensor that the forward pass computes with.
         """
@@ -150,7 +154,8 @@ def install_block_edges(
 ) -> None:
     """Install the hooks of ``block``: collectives at its entry and exit, and random numbers of this rank inside.
 
-    If hidden states of the region ``stream`` are sharded, the entry gathers them and the exit scatters them.
+    If ``stream`` shards hidden states along the sequence, the entry all-gathers them, and the exit reduce-scatters the
+    output.
     """
     group = mesh.tp_group
     rank = mesh.tp_rank
@@ -183,7 +188,9 @@ def _entered(x: Tensor, group: dist.ProcessGroup, stream: SequenceRegion | None)
 
 
 def _entered_at_once(x: Tensor, gather: overlap.Start | None, reduce: overlap.Start) -> Tensor:
-    """Return ``x`` inside the block, waiting for each collective right after its start (without overlap)."""
+    """Return the block's input for its projections. Each collective is waited for right after its start, so it overlaps
+    no computation.
+    """
     enter = (lambda x: x.view_as(x)) if gather is None else lambda x: gather(x).result()
     return collectives.apply_mapping(x, enter, lambda grad: reduce(grad).result())
 
@@ -204,7 +211,9 @@ class _BlockEnds:
         self._tokens: tuple[int, ...] = ()  # shape of the latest full input, without the hidden dim
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the block's input with all tokens; its gradient is summed over the tensor ranks."""
+        """Return the block's input with all tokens; in the backward pass, the input's gradient is summed over the
+        tensor ranks.
+        """
         stream = self._stream if self._stream is not None and self._stream.cut else None
         x = (
             _entered(x, self.group, stream)
@@ -251,7 +260,7 @@ def install_head_edge(
 
 @dataclass(frozen=True)
 class Edge:
-    """Hold the functions by which one tensor rank communicates with the other tensor ranks."""
+    """Hold the rank, and the functions by which a tensor rank communicates at the inputs and outputs of blocks."""
 
     rank: int
     size: int
@@ -264,7 +273,9 @@ class Edge:
 
 
 def hook_block(model: nn.Module, block: BlockPlan, edge: Edge) -> None:
-    """Install hooks on the inputs and outputs of ``block``, on its per-head inputs, and on modules that mix heads."""
+    """Install hooks that communicate: on the inputs and outputs of ``block``, and on modules inside that mix heads.
+    Inputs with a dim of heads are sharded.
+    """
 
     def own_heads(
         _: nn.Module,
@@ -318,9 +329,10 @@ def hook_block(model: nn.Module, block: BlockPlan, edge: Edge) -> None:
 
 
 def _compute_across(module: nn.Module, width: int, replicas: int, edge: Edge) -> None:
-    """Gather the input of ``module`` to its full ``width``, and shard its output again.
+    """Let ``module``, whose input is sharded, compute on its full ``width``: gather the input, and shard the output
+    again.
 
-    If the input is replicated over consecutive ranks (``replicas``), only the first replica is taken.
+    If ``replicas`` consecutive ranks have the same columns of the input, only those of the first of them are taken.
     """
     cut = Cut("tp", -1, edge.size, replicas=(replicas,))
     lengths = [cut.local_length(width, other) for other in range(edge.size)]
@@ -340,7 +352,9 @@ def _compute_across(module: nn.Module, width: int, replicas: int, edge: Edge) ->
 
 
 def set_local_sizes(module: Any, block: BlockPlan) -> None:
-    """Set local sizes in the attributes and the config of ``module``, the module of ``block``."""
+    """Divide the numbers of heads and the widths in the attributes and the config of ``module``, a block, so that they
+    fit this rank's shards.
+    """
     for path, divisor in block.local_attributes:
         owner, _, name = path.rpartition(".")
         holder = module.get_submodule(owner)
@@ -350,7 +364,7 @@ def set_local_sizes(module: Any, block: BlockPlan) -> None:
 
 
 class _LocalConfig:
-    """Wrap a config for one block, with some fields replaced by local sizes."""
+    """Wrap a config for one block: some fields have the sizes of this rank, and all others are read from the config."""
 
     def __init__(
         self,

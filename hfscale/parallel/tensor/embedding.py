@@ -30,9 +30,11 @@ class VocabParallelEmbedding(nn.Embedding):
     _hfscale_sum: Callable[[Tensor], Tensor] | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Embed ids ``[...]`` as ``[..., h]``: this rank's term of the sum over tensor ranks, or the complete sum.
+        """Look up ids ``[...]`` in this rank's slice of the vocabulary, and return ``[..., h]``, with zeros for ids of
+        other slices.
 
-        The sum is computed here if the attribute ``_hfscale_sum`` is set.
+        If the attribute ``_hfscale_sum`` is set, the result is summed over tensor ranks here; otherwise it must be
+        summed later.
         """
         rows = self.look_up(input, self.weight)
         return rows if self._hfscale_sum is None else self._hfscale_sum(rows)
@@ -74,9 +76,8 @@ def install_vocab_parallel_embedding(
 
 
 def _cut_lookup(module: nn.Module, planned: ParameterPlan, start: int, mesh: Mesh) -> bool:
-    """Shard an embedding along the vocabulary; return whether the sum over ranks is made inside of its forward pass.
-
-    This is so if the stock class computes something after the lookup.
+    """Shard an embedding along the vocabulary. Return whether its forward pass already sums the looked up rows over
+    ranks, because the stock class computes something after the lookup.
     """
     if not isinstance(module, nn.Embedding):
         raise ConfigError(

@@ -63,7 +63,10 @@ _IGNORED = -100
 
 
 def _pointwise() -> dict[Any, tuple[str, Callable[..., Any]]]:
-    """Return, for each torch function (in place or not), its name and the out-of-place function to replay."""
+    """Return, for each pointwise torch function that lazy logits can record, its name and its out-of-place form.
+
+    In-place functions are keys too; the out-of-place form is called when the logits are computed.
+    """
     operators: dict[Any, tuple[str, Callable[..., Any]]] = {}
     for name in _POINTWISE:
         for holder in (torch, Tensor):
@@ -116,7 +119,7 @@ class LazyLogits(Tensor):
         return raw if self.finish is None else self.finish(raw)
 
     def split_rows(self, sizes: list[int]) -> "list[LazyLogits]":
-        """Split along the first dim into lazy logits with ``sizes`` rows."""
+        """Split lazy logits along the first dim into several lazy logits, with ``sizes`` rows."""
         parts = [
             LazyLogits(hidden, self.head, self.sample, self.graph)
             for hidden in self.hidden.split(sizes)
@@ -179,7 +182,8 @@ def _record(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> LazyLogits | None:
-    """Return the logits after ``func``, or ``None`` if ``func`` is no known pointwise operation on lazy logits.
+    """Return lazy logits that also record ``func``, or ``None`` if ``func`` is no known pointwise operation on lazy
+    logits.
 
     Other operands must be plain numbers.
     """
@@ -218,7 +222,7 @@ def _record(
 
 @dataclass(frozen=True)
 class _Step:
-    """Replay a recorded operation after the operations recorded before it."""
+    """Apply one recorded operation to real logits, after the operations that were recorded before it."""
 
     before: "_Step | None"  # the operation before this one
     function: Callable[..., Tensor]
@@ -244,10 +248,11 @@ def _plain(value: Any) -> bool:
 
 
 class Scoring:
-    """Compute per-token scores in place of the mean loss, in a forward pass with labels, one chunk of rows at a time.
+    """In a forward pass with labels, compute statistics of each token instead of the mean loss: the log-probability of
+    its label, the entropy and others (:class:`TokenScores`), one chunk of rows at a time.
 
-    With ``read``, no scores are computed. Instead ``read`` is called with the lazy logits, and its result is kept in
-    ``made``. The lazy logits have the head's input as ``hidden``.
+    With ``read``, no statistics are computed. Instead ``read`` is called with the lazy logits, whose ``hidden`` is the
+    head's input, and its result is kept in ``made``.
 
     ::
 
@@ -265,9 +270,11 @@ class Scoring:
         self.scores: TokenScores | None = None  # the scores ``[b, s]`` of the last pass
 
     def take(self, logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> Tensor:
-        """Compute and keep the scores of ``logits [b, s, V/t]``, lazy or real; return the sum of the cross entropies.
+        """Compute and keep each token's statistics (log-probability of its label and others) from ``logits [b, s,
+        V/t]``, lazy or real; return the sum of the cross entropies.
 
-        The sum is connected to the graph on every rank, even if no position has a target. With ``read``, return 0.
+        The sum is connected to the graph on every rank, even if no position has a target. If the object was made with
+        ``read``, only call ``read``, and return 0.
         """
         temperature = self.temperature
         if self._read is not None:

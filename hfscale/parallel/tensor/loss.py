@@ -69,7 +69,9 @@ class LossPass:
 
 @dataclass
 class _Call:
-    """Hold facts about one call of the model."""
+    """Record, during one call of the model, whether it has labels, whether its logits may be read, and whether the loss
+    ran.
+    """
 
     with_labels: bool = False
     shows_logits: bool = True  # whether the caller may read the logits
@@ -122,15 +124,17 @@ class VocabParallelLoss(KeepsOutputs):
         self._call = _Call()
 
     def passing(self, **values: Any) -> AbstractContextManager[LossPass]:
-        """Use these fields of :class:`LossPass` for the loss of passes inside the ``with`` block."""
+        """Use these values of the fields of :class:`LossPass` in all losses computed inside the ``with`` block."""
         return attribute_replaced(self, "current", replace(self.current, **values, terms=[]))
 
     def trains(self, model: nn.Module) -> bool:
-        """Return whether the loss of a pass with labels is the one that trains the model."""
+        """Return whether passes with labels now compute the loss of a step or of a model in training mode, and not
+        statistics of single tokens.
+        """
         return self.current.scoring is None and (self.current.count is not None or model.training)
 
     def check_smoothing(self, label_smoothing: float) -> None:
-        """Do nothing: the loss supports label smoothing."""
+        """Accept label smoothing, since this loss supports it. Losses that do not support it raise an error here."""
 
     def count_labels(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Return, as tensors on the device, a microbatch's number of labels, and of labels outside the vocabulary."""
@@ -165,7 +169,9 @@ class VocabParallelLoss(KeepsOutputs):
 
     @contextmanager
     def scoring(self, temperature: float = 1.0, read: Any = None) -> Iterator[Scoring]:
-        """Score every token in forward passes with labels inside the ``with`` block: see ``Scoring``."""
+        """Compute the log-probability of each label and other statistics of each token, in forward passes with labels
+        inside the ``with`` block: see ``Scoring``.
+        """
         scoring = Scoring(temperature, read)
         with self.passing(scoring=scoring):
             yield scoring
@@ -185,7 +191,9 @@ class VocabParallelLoss(KeepsOutputs):
         label_smoothing: float | None = None,
         **_: Any,
     ) -> Tensor:
-        """Return the loss of ``logits [b, s, V/t]``, lazy or real; refuse ``label_smoothing`` outside ``[0, 1]``."""
+        """Return the loss of ``logits [b, s, V/t]``, this rank's slice of the vocabulary, lazy or real; refuse
+        ``label_smoothing`` outside ``[0, 1]``.
+        """
         current = self.current
         self._call.called_loss = True
         smoothing = current.label_smoothing if label_smoothing is None else label_smoothing
@@ -370,7 +378,7 @@ class VocabParallelLoss(KeepsOutputs):
         return output
 
     def _left_alone(self, model: nn.Module, output: Any) -> Any:
-        """Return the output of a model that computes its own loss.
+        """Return the output of a model that has computed its loss itself, without calling ``loss_function``.
 
         Raises:
             ConfigError: the vocabulary is sharded, or the loss must be divided by a number of labels.
@@ -396,7 +404,9 @@ class VocabParallelLoss(KeepsOutputs):
 
 
 def _rows_of(head: nn.Module, lazy: LazyLogits) -> HeadRows:
-    """Return the object that runs the head on rows: by matrix products for a stock linear layer, else by autograd."""
+    """Return the object with which the loss runs the head on some rows: by explicit matrix products if the head is a
+    stock linear layer, else by autograd.
+    """
     needed = lazy.hidden.requires_grad
     # Listed in each pass, because FSDP2 replaces parameters between steps.
     parameters = list(head.parameters())
@@ -413,7 +423,9 @@ def _rows_of(head: nn.Module, lazy: LazyLogits) -> HeadRows:
 
 
 def install_loss(runtime: Runtime, regions: Sequence[SequenceRegion]) -> VocabParallelLoss | None:
-    """Install :class:`VocabParallelLoss` in the model if the plan names a head; return the loss, else ``None``."""
+    """Install :class:`VocabParallelLoss` in the model and return it, if hfscale can compute the loss from the head's
+    output; else return ``None``.
+    """
     plan = runtime.plan
     model = runtime.model
     if plan.head is None:

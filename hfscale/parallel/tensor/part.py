@@ -57,7 +57,10 @@ def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
 
 @contextmanager
 def router_loss_counted_once() -> Iterator[None]:
-    """Allow a model to compute its router loss inside the ``with`` block, for :func:`share_of_router_loss`."""
+    """Allow a tensor-parallel model to compute its router loss inside the ``with`` block.
+
+    The caller must pass the loss through :func:`share_of_router_loss`, since all tensor ranks compute the same loss.
+    """
     token = _COUNTED.set(True)
     try:
         yield
@@ -66,9 +69,10 @@ def router_loss_counted_once() -> Iterator[None]:
 
 
 def share_of_router_loss(loss: Tensor, ranks: int) -> Tensor:
-    """Return ``loss`` with its gradient divided by ``ranks``.
+    """Return ``loss`` with its gradient divided by ``ranks``, so that the sum of the gradients over tensor ranks counts
+    the loss once.
 
-    Every tensor rank computes the same loss, and the gradients of the ranks are summed.
+    Every tensor rank computes the same loss.
     """
     share = loss / ranks
     return share + (loss - share).detach()
@@ -143,7 +147,9 @@ class TensorParallel(Part, SequenceAxis):
         return Overlap(modules, sums.group, regather)
 
     def region_of(self, name: str) -> SequenceRegion | None:
-        """Return the sequence-parallel region that contains a module; ``None`` if no region does."""
+        """Return the object that shards hidden states along the sequence in the stack of layers that contains module
+        ``name``; ``None`` if hidden states are not sharded in this module.
+        """
         if name not in self._region_of:  # cached, because layers call this in every pass
             inside = (
                 r
@@ -169,7 +175,9 @@ class TensorParallel(Part, SequenceAxis):
     def around_stage_pass(
         self, runtime: Runtime, arrives: int | None, leaves: bool
     ) -> AbstractContextManager[None]:
-        """Make a pipeline stage receive and send hidden states that are sharded along the sequence."""
+        """Tell the layers of a pipeline stage, before its pass, whether the hidden states that it receives and sends
+        are sharded along the sequence.
+        """
         for region in self.regions:
             if not region.plan.alone:
                 region.passes(arrives, leaves)
@@ -229,7 +237,9 @@ def _refuse_cut_outputs(
 
 
 class VocabularyLoss(Part):
-    """Install the loss that training steps normalize, even if the vocabulary is not sharded."""
+    """Install the cross entropy that training steps divide by their number of labels, even if the vocabulary is not
+    sharded.
+    """
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install the loss; call this after the collectives of the blocks are installed."""
@@ -253,7 +263,7 @@ class RandomStreams(Part):
         )
 
     def synchronize(self, runtime: Runtime) -> None:
-        """Agree on random streams once: before the first training step, but after the user has seeded."""
+        """Set the random streams of all ranks once: before the first training step, but after the user has seeded."""
         if not self.agreed:
             agree_on_replicated_stream(runtime.mesh)
             self.agreed = True

@@ -163,7 +163,9 @@ def read_through(
 
 
 def as_read(module: nn.Module, name: str) -> Tensor | None:
-    """Return a parameter of ``module`` in the form that its forward pass reads, for code that replaces this pass."""
+    """Return the tensor that the forward pass of ``module`` reads in place of its parameter ``name``, for code that
+    replaces this forward pass. Return ``None`` if there is no such parameter.
+    """
     value: Tensor | None = own_parameters(module).get(name)
     # the last replacement wraps the earlier ones
     for reads in reversed(vars(module).get(_READS, ())):
@@ -211,7 +213,9 @@ def install_replica_sums(
 
 
 def _replicas(planned: ParameterPlan) -> list[int]:
-    """Return how many consecutive tensor ranks take part in each sum over replicas that the parameter's plan lists."""
+    """Return the sizes of the groups of consecutive tensor ranks over which a parameter's gradient is summed, since
+    they hold the same shard.
+    """
     return [
         step.replicas
         for step in planned.reductions
@@ -241,7 +245,7 @@ def _read(leaf: Tensor, sums: list[_Sum]) -> Tensor:
 
 
 def _all_reduced(grad: Tensor, sums: list[_Sum]) -> Tensor:
-    """All-reduce a gradient, or spans of it, over the ranks with replicas."""
+    """All-reduce a gradient, or only some of its rows or columns, over the ranks that hold the same key/value heads."""
     # A copy, because autograd may pass the same gradient tensor to another branch.
     grad = grad.clone(memory_format=torch.contiguous_format)
     for dim, spans, group in sums:

@@ -1,4 +1,6 @@
-"""Plan tensor parallelism: blocks, the vocabulary (the head and the input embedding), and the loss."""
+"""Plan tensor parallelism: the attention and MLP blocks, the vocabulary (the head and the input embedding), and the
+loss.
+"""
 
 import re
 from typing import Any
@@ -18,7 +20,11 @@ _PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
 
 
 def plan_tensor(draft: Draft) -> None:
-    """Plan the tensor-parallel blocks according to the model's blueprint."""
+    """Plan the tensor-parallel blocks of a model: its attention and MLP modules, and which of their projections are
+    column-parallel and row-parallel.
+
+    The model's blueprint names these modules.
+    """
     if draft.tp > 1 and (asked := partial_output(draft.config)):
         draft.problem(
             f"tp_size={draft.tp}: the config's {asked}: set it to False, or use tp_size=1"
@@ -62,7 +68,10 @@ def plan_own_loss(draft: Draft) -> None:
 
 
 def _find_head(draft: Draft) -> tuple[str | None, str | None, str]:
-    """Return the head's name, the name of its loss and ``""``; or ``None``, ``None`` and why the loss cannot be run."""
+    """Return the name of the head and the type of its loss, if hfscale can compute the loss from the head's output.
+
+    Otherwise return ``None`` twice and the reason. With a head, the reason is ``""``.
+    """
     kind = type(draft.model).__name__
     loss = getattr(draft.model, "loss_type", None) or "ForCausalLM"  # transformers' default
     head = (

@@ -48,11 +48,11 @@ def cut_region(
     rank: int,
     wanted: Callable[[], bool],
 ) -> Callable[[], None]:
-    """Use the cut stream from the start of ``block`` to its row projections ``exits``.
+    """Draw random numbers that differ between tensor ranks (the *cut* stream) from the start of ``block`` to its row
+    projections ``exits``.
 
-    The stream is switched only in passes for which ``wanted()`` is true.
-
-    Return a function that restores the replicated stream after a pass that was interrupted.
+    The stream is switched only in passes for which ``wanted()`` is true. Return a function that restores the stream
+    with equal numbers on all ranks (the *replicated* stream) after a pass that was interrupted.
     """
     saved: list[torch.Tensor] = []
     # whether the saved state is from a recomputation, which itself restores the generator afterwards
@@ -80,10 +80,12 @@ def cut_region(
 
 
 class LayerRandom:
-    """Switch random streams in a layer that is sharded along the sequence (last column of the table above).
+    """Switch random streams in a layer whose hidden states are sharded along the sequence.
 
-    The stream for partial sums is derived from the part of the seed that all ranks' cut streams have in common. A
-    recomputation may start after the layer's hooks, and then only the cut stream is available.
+    The layer draws from the *cut* stream, which differs between tensor ranks. Only from a block's row projection to the
+    end of the block, activations are partial sums of all tokens, which need equal dropout masks on all ranks, so their
+    numbers come from a third stream. It is derived from the part of the seed that all ranks' cut streams have in
+    common. A recomputation may start after the layer's hooks, and then only the cut stream is available.
     """
 
     def __init__(self, rank: int) -> None:
@@ -95,13 +97,17 @@ class LayerRandom:
         self._generator: torch.Generator | None = None
 
     def reset(self) -> None:
-        """Restore the replicated stream after a layer that raised, and drop the state of a recomputed layer."""
+        """Restore the random stream with equal numbers on all tensor ranks after a layer that raised, and drop the
+        state of a recomputed layer.
+        """
         if self._after is not None and self._generator is not None:
             self._generator.set_state(self._after)
         self._after = self._cut = None
 
     def enter_layer(self, layer: nn.Module) -> None:
-        """Switch to the cut random stream."""
+        """Switch to random numbers that differ between tensor ranks, for a layer in which each rank has
+        its own tokens.
+        """
         if layer.training:
             self._generator = _generator_of(layer)
             after = _switch(self._generator, self.rank)
@@ -109,20 +115,24 @@ class LayerRandom:
             self._after = None if recomputing() else after
 
     def leave_layer(self, layer: nn.Module) -> None:
-        """Switch back to the replicated random stream."""
+        """Switch back to random numbers that are equal on all tensor ranks, after a layer that each rank ran on its own
+        tokens.
+        """
         if self._after is not None:
             _generator_of(layer).set_state(self._after)
             self._after = None
 
     def enter_sums(self, row: nn.Module, block: str) -> None:
-        """Switch to a stream with equal numbers on all tensor ranks, for the partial sums of all tokens."""
+        """Switch to random numbers that are equal on all tensor ranks, for dropout on the partial sums
+        of all tokens.
+        """
         if row.training and (self._cut is None or self._cut[0] != block):
             self._generator = generator = _generator_of(row)
             self._cut = block, generator.get_state()
             generator.manual_seed(derive_seed(str(generator.initial_seed() // _RANKS), block))
 
     def leave_sums(self) -> None:
-        """Switch back to the cut random stream, for this rank's tokens."""
+        """Switch back to random numbers that differ between tensor ranks, for dropout on this rank's tokens."""
         if self._cut is not None and self._generator is not None:
             self._generator.set_state(self._cut[1])
             self._cut = None
@@ -131,7 +141,9 @@ class LayerRandom:
 def drop_own(
     dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, rank: int
 ) -> torch.Tensor:
-    """Apply dropout to a sharded activation, with a mask of this rank, while the replicated stream is in use."""
+    """Apply dropout to a sharded activation with a mask of this rank only, in code whose random numbers are equal on
+    all tensor ranks.
+    """
     generator = default_generator(x.device)
     after = _switch(generator, rank)
     try:
@@ -143,7 +155,8 @@ def drop_own(
 def drop_again(
     dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, key: str
 ) -> Derive:
-    """Return a dropout function for the replicated activation ``x`` while a cut stream is in use.
+    """Return a dropout function for the replicated activation ``x``, in code whose random numbers differ between tensor
+    ranks.
 
     The function draws the same mask in every call and on all ranks.
     """
@@ -175,7 +188,9 @@ def drawn_again(x: torch.Tensor, drop: Derive) -> torch.Tensor:
 
 
 def _switch(generator: torch.Generator, rank: int) -> torch.Tensor:
-    """Seed the generator from its state and ``rank``; return the state to restore afterwards."""
+    """Seed the generator from its state and ``rank``, so that tensor ranks draw different numbers; return the state to
+    restore afterwards.
+    """
     # Draw one number, so that the next region gets another seed even if nothing is drawn in between.
     torch.empty(1, device=generator.device).uniform_(generator=generator)
     state = generator.get_state()

@@ -1,5 +1,6 @@
-"""Find the modules and parameters outside a list of layers or outside a text model, and a module of the first layer
-whose result all other layers of a list read.
+"""Find the modules and parameters outside a list of layers, or outside a text model.
+
+Also find a module of the first layer that computes an input for all other layers, like T5's relative positions.
 """
 
 from collections.abc import Iterator
@@ -20,8 +21,9 @@ GIVEN = f"its layers are given what another layer computed, besides the stream{A
 
 
 def items_around(model: nn.Module, path: str) -> Iterator[str]:
-    """Yield the parameters and submodules of every module that contains ``path``, except those on ``path`` itself, from
-    the outermost module inwards.
+    """Yield the names of all parameters and modules outside ``path``, from the outermost module inwards.
+
+    These are the children of every module that contains ``path``, except the child that is or contains ``path``.
     """
     owner = ""
     for inner in path.split("."):
@@ -53,15 +55,17 @@ def direct_children(modules: dict[str, Any], owner: str) -> list[str]:
 
 
 def find_loan(model: Any, layer_list: str) -> Loan | None:
-    """Return the first layer's module whose result every later layer receives, if every later layer could also run
-    the module itself to compute this result. Return ``None`` if there is no such module, or no tiny clone proves it.
+    """Return the module of the first layer whose result every later layer receives, if a run of a tiny copy of the
+    model shows that later layers could run this module themselves and get the same result. Otherwise return ``None``.
     """
     loan = candidate(list(model.get_submodule(layer_list)), layer_list)
     return loan if loan is not None and ask("loan", model, loan.name, loan=loan) else None
 
 
 def candidate(layers: list[nn.Module], layer_list: str) -> Loan | None:
-    """Return the single module that only the first layer has, if all layers are equal otherwise; else ``None``."""
+    """Return the single module that the first layer has and all other layers lack; ``None`` if layers differ in another
+    way.
+    """
     first, *others = ([name for name, _ in layer.named_modules()] for layer in layers)
     if not others or any(names != others[0] for names in others):
         return None
@@ -80,6 +84,8 @@ def candidate(layers: list[nn.Module], layer_list: str) -> Loan | None:
 
 
 def lend(loan: Loan, module: nn.Module, layer: nn.Module) -> None:
-    """Make another layer of the list use ``module``, without registering it: the module keeps a single name."""
+    """Make ``layer`` use ``module``, which belongs to the first layer of its list, without registering it: the module
+    keeps a single name.
+    """
     owner: Any = layer.get_submodule(loan.owner)
     owner.__dict__.update({loan.child: module, **dict(loan.flags)})

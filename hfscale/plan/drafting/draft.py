@@ -25,7 +25,7 @@ Ranks = Mapping[int, int] | Sequence[int]  # stage -> the pipeline rank that hol
 
 
 class Planned(Protocol):
-    """Hold a model with its plan and options, from which each part of the runtime decides whether it is needed."""
+    """Hold a model with its plan and options, by which hfscale decides which features to install in the model."""
 
     model: Any
     plan: Plan
@@ -103,19 +103,21 @@ class Draft:
 
     @property
     def stack(self) -> list[str]:
-        """The layers of the stock model."""
+        """The names of the stock model's layers, without layers that a feature has added."""
         return self.layers[: len(self.layers) - len(self.added_layers)]
 
     @property
     def decoders(self) -> list[str]:
-        """The names of all modules of the stock layers' class: the stock model's layers, and those inside added
-        layers.
+        """The names of all modules that have the class of the stock model's layers: the model's layers, and those
+        inside layers that a feature has added.
         """
         return [*self.stack, *self.added_layers.values()]
 
     @property
     def block_config(self) -> Any:
-        """The config whose fields the blueprint names: the model's config, or its text config."""
+        """The config that has the fields for numbers of heads and widths: the model's config or, in a multimodal model,
+        its text config.
+        """
         return self.config if self.blueprint is None else self.blueprint.config_of(self.config)
 
     def report(self) -> str:
@@ -131,8 +133,11 @@ class Draft:
         parts: tuple[int, ...] = (),
         replicas: tuple[int, ...] = (),
     ) -> None:
-        """Shard a parameter over the tensor axis along ``dim``, which has ``length`` entries. Add a problem if
-        ``parts`` do not add up to ``length``, or a rank would hold no entries.
+        """Shard a parameter over the tensor axis along ``dim``, which has ``length`` entries.
+
+        ``parts`` are the lengths of the matrices that are fused along this dim, and ``replicas`` the number of ranks
+        that hold the same shard, for each matrix. Add a problem if ``parts`` do not add up to ``length``, or a rank
+        would hold no entries.
         """
         cut = Cut("tp", dim, self.tp, parts, replicas)
         if parts and sum(parts) != length:

@@ -12,8 +12,9 @@ from .draft import Draft
 
 
 def find_layers(draft: Draft, blueprint: Blueprint | None) -> list[str]:
-    """Return the names of the layers, in order. They are the members of the blueprint's layer lists, or, if the model
-    has no such lists, the modules of transformers' ``_no_split_modules``.
+    """Return the names of the model's layers, in order: the modules in the layer lists that ``blueprint`` names.
+
+    Without such lists, layers are the modules whose classes are in transformers' ``_no_split_modules``.
     """
     lists = _lists(draft, blueprint) if blueprint is not None else []
     if not lists:
@@ -43,8 +44,10 @@ def find_layers(draft: Draft, blueprint: Blueprint | None) -> list[str]:
 
 
 def _lists(draft: Draft, blueprint: Blueprint) -> list[str]:
-    """Return the names of the blueprint's layer lists in the model. Add a problem if there are none but tensor
-    parallelism needs one.
+    """Return the names of the model's lists of layers that ``blueprint``, the description of its model family,
+    mentions.
+
+    If there are none, add a problem under tensor parallelism, which needs them.
     """
     lists = find_lists(draft.model, blueprint)
     if not lists and draft.tp > 1:
@@ -59,8 +62,9 @@ def _lists(draft: Draft, blueprint: Blueprint) -> list[str]:
 
 
 def find_lists(model: Any, blueprint: Blueprint) -> list[str]:
-    """Return the full names of the blueprint's layer lists that ``model`` has. The blueprint names them relative to the
-    base model.
+    """Return the full names of the layer lists (``nn.ModuleList``) in ``model`` that the blueprint mentions.
+
+    The blueprint, which describes a model family's layers, has these names relative to the base model.
     """
     modules = dict(model.named_modules())
     lists = list[str]()
@@ -102,8 +106,10 @@ def _tied_outside(draft: Draft, layers: list[str]) -> list[tuple[str, str]]:
 
 
 def find_layer_list(model: Any) -> str:
-    """Return the name of the base model's list of layers: the outermost ``nn.ModuleList`` with most parameters. Raise
-    :class:`PlanError` if there is none, or if another list has at least half as many parameters.
+    """Return the name of the base model's list of layers: the ``nn.ModuleList`` with the most parameters, not counting
+    lists inside another list.
+
+    Raise :class:`PlanError` if there is no list, or if a second list has at least half as many parameters.
     """
     lists: dict[str, int] = {}
     for name, module in getattr(model, "base_model", model).named_modules():

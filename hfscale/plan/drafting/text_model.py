@@ -1,9 +1,9 @@
 """Find the text model inside a multimodal model, and translate its blueprint to the multimodal model's names.
 
-A vision-language model (LLaVA, Liu et al. 2023) consists of a tower, a projector, and an ordinary decoder with its own
-config. The decoder has the same blueprint as a separate text model. Towers and projectors are replicated over tensor
-ranks: every tensor rank computes the same outputs and gradients as one process, since tensor-parallel blocks return
-full gradients to their inputs.
+A blueprint says which modules of a model are layers, blocks and projections. A vision-language model (LLaVA, Liu et al.
+2023) consists of a tower, a projector, and an ordinary decoder with its own config. The decoder has the same blueprint
+as a separate text model. Towers and projectors are replicated over tensor ranks: every tensor rank computes the same
+outputs and gradients as one process, since tensor-parallel blocks return full gradients to their inputs.
 """
 
 import inspect
@@ -66,8 +66,15 @@ def find_text_model(model: Any) -> str | None:
 
 
 def blueprint_of_text(model: Any, name: str, find: Find, may_infer: bool) -> Blueprint:
-    """Return the blueprint of the text model ``name``, by calling ``find``, with module names relative to ``model``. If
-    ``find`` fails and ``may_infer`` is false, return a blueprint that has only the layer list.
+    """Return the blueprint (the names of layers, blocks and projections) of the text model ``name``, with module names
+    as in the multimodal ``model``.
+
+    Args:
+        model: the multimodal model.
+        name: name of the text model in ``model``.
+        find: returns the blueprint of a model, or raises :class:`PlanError`; the second argument is ``may_infer``.
+        may_infer: whether the blueprint may be derived by a run of the model. If not, and if ``find`` fails, the result
+            has only the layer list.
     """
     inner = model.get_submodule(name)
     try:
@@ -91,8 +98,10 @@ def blueprint_of_text(model: Any, name: str, find: Find, may_infer: bool) -> Blu
 
 
 def _with_cross_inputs(inner: Any, lists: list[str], child: str, block: Block) -> Block:
-    """Add the inputs of cross-attention, which a tower computes, to the inputs of a block. An inferred blueprint lacks
-    these inputs, since it was derived from a run of the model on text alone.
+    """Add to the inputs of ``block`` the inputs that cross-attention reads, for example ``encoder_hidden_states`` from
+    a tower.
+
+    Blocks that were found by a run of the model on text alone lack these inputs.
     """
     if block.enter != ("",):
         return block
@@ -110,5 +119,7 @@ def _with_cross_inputs(inner: Any, lists: list[str], child: str, block: Block) -
 
 
 def other_inputs(text: Any) -> tuple[str, ...]:
-    """Return the inputs of a multimodal model's text model that ordinary text models do not have."""
+    """Return the inputs of a multimodal model's text model that text models outside of multimodal
+    models do not have.
+    """
     return tuple(name for name in inspect.signature(text.forward).parameters if name not in _PLAIN)

@@ -1,4 +1,6 @@
-"""Install the hooks that take a :class:`.region.SequenceRegion` through a forward pass of its layers."""
+"""Install the hooks that shard hidden states along the sequence at the first layer of a stack, and gather them at its
+end.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +20,8 @@ from .region import SequenceRegion
 def install_sequence_hooks(
     region: SequenceRegion, model: nn.Module, holds: Callable[[str], bool]
 ) -> None:
-    """Install hooks on the layers, on their owner, and on modules that need the full sequence.
+    """Install the hooks of sequence parallelism on a stack of layers, on the module that calls the layers, and on
+    modules that need the full sequence.
 
     Only modules that ``holds`` accepts, those of this pipeline stage, get hooks.
     """
@@ -45,7 +48,9 @@ def install_sequence_hooks(
 def draw_sums_alike(
     region: SequenceRegion, block: str, rows: Sequence[nn.Module], exits: Sequence[nn.Module]
 ) -> None:
-    """Make dropout between the row projections of ``block`` and the block's exits draw the same mask on every rank."""
+    """Make dropout draw the same mask on every tensor rank from the row projections of ``block``, whose outputs are
+    partial sums, to the modules ``exits`` at the end of the block.
+    """
     for row in rows:
         row.register_forward_pre_hook(
             lambda module, _: region.random.enter_sums(module, block) if region.cut else None

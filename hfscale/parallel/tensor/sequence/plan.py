@@ -16,7 +16,11 @@ from ....plan.modules import SequencePlan
 
 
 def plan_sequence(draft: Draft) -> None:
-    """Plan one sequence-parallel region per layer list; add the rules of the regions' parameters to ``draft``."""
+    """Plan sequence parallelism: for each list of layers, where hidden states are sharded along the sequence and
+    gathered again.
+
+    Record in ``draft`` which parameters then have partial gradients.
+    """
     if draft.tp == 1 or not draft.layout.sequence_parallel or draft.blueprint is None:
         return
     unfit = SEQUENCE_UNFIT.get(draft.config.model_type)
@@ -67,7 +71,9 @@ def _unfit(draft: Draft, why: str) -> None:
 
 
 def _added_region(draft: Draft, layer: str) -> SequencePlan:
-    """Plan the region of an added layer, whose input and output have all tokens."""
+    """Plan the sequence parallelism of a layer that a feature has added to the model. Its input and output have all
+    tokens, and hidden states are sharded only inside it.
+    """
     gathered = tuple(_gathered(draft, layer))
     partial = tuple(_partial(draft, [layer]))
     return SequencePlan(
@@ -84,7 +90,9 @@ def _added_region(draft: Draft, layer: str) -> SequencePlan:
 def _region(
     draft: Draft, owner: str, layers: list[str], entry: dict[str, Any]
 ) -> SequencePlan | None:
-    """Plan the region of the ``layers`` of ``owner``; if this fails, add problems to the draft and return ``None``."""
+    """Plan where the hidden states of ``layers``, which the module ``owner`` calls, are sharded and gathered; if this
+    fails, add problems to ``draft`` and return ``None``.
+    """
     lists = {layer.rpartition(".")[0] for layer in draft.stack}
     children = direct_children(draft.modules, owner)
     around = [
@@ -145,7 +153,9 @@ def _gathered(draft: Draft, path: str) -> Iterator[str]:
 
 
 def _partial(draft: Draft, roots: list[str]) -> Iterator[str]:
-    """List the modules under ``roots`` whose parameters have no rule; add rules that their gradients are partial."""
+    """List the modules under ``roots`` whose parameters have no sharding rule yet, since they are in no tensor-parallel
+    block. Record that their gradients are partial: each rank computes these modules on its own tokens only.
+    """
     for root in roots:
         for name, module in draft.modules[root].named_modules(prefix=root):
             own = [f"{name}.{child}" for child, _ in module.named_parameters(recurse=False)]

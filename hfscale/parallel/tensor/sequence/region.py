@@ -67,7 +67,7 @@ class ForwardPass:
 
 
 class Running:
-    """Hold the pass of the running layer for the layer's compiled code.
+    """Hold the forward pass to which the running layer belongs, where the layer's compiled code can read it.
 
     Compiled code cannot read the pass from the autograd graph, and would treat sizes of tensors in a model's attributes
     as constants.
@@ -81,7 +81,9 @@ RUNNING = Running()
 
 
 class SequencePasses:
-    """Hold the forward passes of one region by weak references; the passes' autograd graphs keep them alive."""
+    """Hold the forward passes of one stack of layers by weak references; the passes' autograd graphs
+    keep them alive.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -90,7 +92,9 @@ class SequencePasses:
         self._begun: list[weakref.ref[ForwardPass]] = []
 
     def begin(self, total: int, share: Tensor) -> None:
-        """Begin a pass over samples of ``total`` tokens; ``share`` has this rank's tokens."""
+        """Begin a forward pass over samples of ``total`` tokens; ``share`` is the first layer's input, which has only
+        this rank's tokens.
+        """
         self.latest = begun = ForwardPass(total, share.shape[0])
         self._begun.append(weakref.ref(begun))
         # The backward pass is done when the gradient of the first layer's sharded input is computed.
@@ -99,7 +103,9 @@ class SequencePasses:
         keep_with_graph(share, begun)
 
     def waiting(self) -> list[ForwardPass]:
-        """Return the passes with live graphs whose backward pass is not done; if there is none, the latest pass."""
+        """Return the forward passes whose autograd graph is alive and whose backward pass is not done; if there is
+        none, the latest pass.
+        """
         self._begun = [reference for reference in self._begun if reference() is not None]
         alive = [
             started
@@ -151,9 +157,10 @@ def keep_with_graph(x: Tensor, thing: Any) -> None:
 
 
 class SequenceRegion:
-    """Track whether the hidden states of one layer stack are currently sharded along the sequence, and how.
+    """Track, in one stack of layers, whether hidden states are currently sharded along the sequence, and how.
 
-    Hooks on the stack's modules (:mod:`.hooks`) take the region through these states:
+    Hooks on the stack's modules (:mod:`.hooks`) call ``begin``, ``cut_before`` and ``finish`` in each pass, and leave
+    this state:
 
     ============== =================== ============== ===================================================
     where          ``_open``           ``_total``     hidden states
@@ -167,8 +174,10 @@ class SequenceRegion:
                                                       (:class:`.region.SequencePasses`)
     ============== =================== ============== ===================================================
 
+    ``_open`` is whether a pass that saves activations is running, ``_total`` the number of tokens per sample.
+
     A pipeline stage may receive sharded hidden states (``_arrives``) and send sharded hidden states (``_leaves``). With
-    ``_leaves``, hidden states stay sharded until the owner of the layers returns.
+    ``_leaves``, hidden states stay sharded until the module that calls the layers returns.
     """
 
     def __init__(self, plan: SequencePlan, group: dist.ProcessGroup) -> None:
@@ -205,7 +214,9 @@ class SequenceRegion:
 
     @property
     def active(self) -> bool:
-        """Return whether layers run in a pass that saves activations, or are being recomputed."""
+        """Return whether hidden states may be sharded in the current pass: it saves activations, or layers are being
+        recomputed.
+        """
         return self._open or self._recomputes_layers
 
     @property
@@ -243,7 +254,7 @@ class SequenceRegion:
         return current
 
     def note_stream(self, share: Tensor) -> None:
-        """Record the pass of the layer that runs next, for its compiled code."""
+        """Record the forward pass to which the layer that runs next belongs, for the layer's compiled code."""
         RUNNING.told = self._pass_of(share, whole=False) if self.cut else None
 
     def enter(self, x: Tensor) -> Tensor:
@@ -268,7 +279,9 @@ class SequenceRegion:
         return partial(start_all_gather, **how), partial(start_reduce_scatter, **how), entries
 
     def leave(self, x: Tensor) -> Tensor:
-        """Reduce-scatter partial sums for all tokens to the sums for this rank's tokens."""
+        """Reduce-scatter the partial sums of all tokens over the tensor ranks: each rank gets the sums
+        of its tokens.
+        """
         return reduce_scatter_to_sequence_region(
             x, self.lengths(x, whole=True), self.group, _dim(x)
         )
@@ -283,7 +296,9 @@ class SequenceRegion:
         )
 
     def sum_later(self, embedding: nn.Module) -> bool:
-        """Return whether the embedding may leave the sum over the ranks to the first layer."""
+        """Return whether the embedding may return partial sums, which the first layer's reduce-scatter then sums over
+        the tensor ranks.
+        """
         # A user's hook may add something to the embedding's output (noise, for example), which must be added only once.
         # one of the hooks is hfscale's, which calls this method
         hooked = counts_forward_hooks(embedding) > 1
@@ -291,7 +306,8 @@ class SequenceRegion:
         return self._partial
 
     def enter_head(self, x: Tensor) -> Tensor | None:
-        """Return the head's input, connected to this stack's sharded output, if ``x`` is that output; else ``None``.
+        """Return ``x`` with a gradient that goes directly to this rank's tokens, if ``x`` is the gathered output of
+        this stack; else ``None``.
 
         The gradient then needs a single reduce-scatter.
         """
@@ -324,7 +340,7 @@ class SequenceRegion:
         self._leaves = leaves
 
     def begin(self) -> None:
-        """Reset the state before the owner of the layers runs."""
+        """Reset the state of the previous pass. A hook calls this before the module that calls the layers runs."""
         self._open = torch.is_grad_enabled()
         self._total = None
         self._partial = False
@@ -333,7 +349,9 @@ class SequenceRegion:
         self.random.reset()
 
     def cut_before(self, layer: nn.Module, x: Tensor) -> Tensor | None:
-        """Return this rank's tokens of ``x`` if ``layer`` is the first and ``x`` has all tokens; else ``None``."""
+        """Return this rank's tokens of ``x``, the input of ``layer``, if ``layer`` is the first layer and ``x`` has all
+        tokens; else ``None``.
+        """
         # Recomputation may start before or after this hook, depending on transformers' version.
         first = self._first is layer if self._recomputes_layers else self._total is None
         if not first:
@@ -354,7 +372,9 @@ class SequenceRegion:
         self._passes.begin(total, share)
 
     def finish(self) -> bool:
-        """Record that the last layer has run; return whether :meth:`gather` must gather its output."""
+        """Record that the last layer of the stack has run; return whether its output is sharded and must be gathered by
+        :meth:`gather`.
+        """
         if self._leaves:
             return False
         cut = self.cut
@@ -370,7 +390,11 @@ class SequenceRegion:
         return whole
 
     def check_finished(self) -> None:
-        """Raise :class:`ConfigError` if the owner of the layers returned before the hidden states were gathered."""
+        """Raise :class:`ConfigError` if the module that calls the layers has returned but the hidden states are still
+        sharded.
+
+        On a pipeline stage that sends sharded hidden states this is no error.
+        """
         RUNNING.told = None
         if self._leaves:
             self._open = False
