@@ -70,7 +70,9 @@ def _path(adapter: AdapterParameter) -> str:
 
 @contextmanager
 def shown_whole(model: nn.Module, plan: Plan, holds: Callable[[str], bool]) -> Iterator[None]:
-    """Give projections that adapters need in full their full sizes, without memory, inside the ``with`` block."""
+    """Inside the ``with`` block, show PEFT the full sizes of projections whose adapters need the full weight: meta
+    tensors, which take no memory, replace their parameters.
+    """
     with ExitStack() as stack:
         frozen: list[tuple[nn.Parameter, nn.Parameter]] = []
         for path in whole_paths(plan):
@@ -97,7 +99,9 @@ def shown_whole(model: nn.Module, plan: Plan, holds: Callable[[str], bool]) -> I
 
 @contextmanager
 def _shown(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace a projection's parameters, and set the sizes of the new weight, inside the ``with`` block."""
+    """Inside the ``with`` block, replace parameters of a projection by ``tensors``, and set its size attributes
+    (``in_features``, for example) to the sizes of the new weight.
+    """
     held = own_parameters(module)
     try:
         with entries_replaced((held, name, value) for name, value in tensors.items()):

@@ -18,8 +18,8 @@ from ...train.runtime import find_runtime
 
 @torch.no_grad()
 def agree_on_weights(model: nn.Module, mesh: Mesh) -> None:
-    """Give every rank the first rank's weights, because each rank draws weights that a checkpoint lacks (a head);
-    collective.
+    """Give every rank the first rank's weights; collective. Weights that a checkpoint lacks (a new head, for example)
+    would otherwise differ between ranks, since each rank initializes them at random.
     """
     if mesh.control is None:
         return
@@ -54,7 +54,7 @@ def check_beside(modules: Iterable[nn.Module], mesh: Mesh) -> None:
 
 
 def parameter_ids(holders: Iterable[Any]) -> set[int]:
-    """Return the identities of the parameters of modules, or of optimizers."""
+    """Return the ``id`` of every parameter of the modules or optimizers ``holders``."""
     ids = set[int]()
     for holder in holders:
         groups = getattr(holder, "param_groups", None) or [{"params": holder.parameters()}]
