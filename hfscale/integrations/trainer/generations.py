@@ -158,7 +158,7 @@ class LayoutEngine(EngineHooks):
     def generate(
         self, prompts: list[Any], images: Any, num_generations: int, profiler: Any = None
     ) -> tuple[Any, ...]:
-        """Generate like TRL, with the same completions on all ranks that share a batch."""
+        """Generate completions like TRL; all ranks that share a batch return the same completions."""
         made = self._generate(prompts, images, num_generations, profiler)
         self.sampled = made[2]
         return made
@@ -206,8 +206,8 @@ def engine_over_layout(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def agree_anew(trainer: Any) -> None:
-    """Synchronize random streams of ranks that share a batch again, because TRL's generating trainers seed each
-    process.
+    """Let ranks that share a batch synchronize their random streams again, because TRL's trainers that generate seed
+    each process differently.
     """
     streams = trainer.runtime.streams
     generates = ("reward_funcs", "teacher_model")
@@ -245,11 +245,13 @@ def log_difference(trainer: Any, log_probs: Tensor) -> None:
 
 
 def batches_gathered(kind: type, accelerator: Any) -> AbstractContextManager[None]:
-    """Inside the ``with`` block, let Accelerate's gather functions return each distinct batch once."""
+    """Inside the ``with`` block, let Accelerate's gather functions return each batch once, although several ranks
+    (tensor ranks, for example) share it.
+    """
 
     def gather(stock: Any, tensor: Any) -> Any:
-        """Gather the values of the first of the ranks that share a batch, because a reward may be random or time
-        out.
+        """Gather values over ranks that have different batches. Of ranks that share a batch, the first one's values
+        count, because a reward function may be random or time out.
         """
         mesh = accelerator.mesh
         if mesh.sharing is not None:
@@ -264,7 +266,7 @@ def batches_gathered(kind: type, accelerator: Any) -> AbstractContextManager[Non
         return [value for place in sorted(first) for value in first[place]]
 
     def shuffle(stock: Any, rows: Any) -> Any:
-        """Shuffle like the first of the ranks that share the batch."""
+        """Shuffle ``rows`` in the same order on all ranks that share a batch: that of the first of these ranks."""
         mesh = accelerator.mesh
         if mesh.sharing is None:
             return stock(rows)
