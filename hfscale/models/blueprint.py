@@ -112,7 +112,9 @@ class Blueprint:
 def in_layers(
     layers: str, unfit: Callable[[Any], str | None] = Blueprint.unfit, **blocks: Block
 ) -> Blueprint:
-    """Return the blueprint of a model with one layer list ``layers``; each keyword names a child of every layer."""
+    """Return the blueprint of a model with one layer list ``layers``. Each keyword argument is the name of a child
+    module of every layer, and the child's :class:`Block`.
+    """
     return Blueprint(layers, blocks, unfit)
 
 
@@ -145,7 +147,7 @@ class Inference:
 
 
 def as_data(found: Inference) -> dict[str, Any]:
-    """Return an inferred blueprint and its evidence as data that can be written as JSON."""
+    """Return an inferred blueprint, and the comparison that proves it, as data that can be written as JSON."""
     return {
         "layers": found.blueprint.layers,
         "source": found.blueprint.source,
@@ -167,7 +169,7 @@ def block_as_data(block: Block) -> dict[str, Any]:
 
 
 def from_data(data: dict[str, Any]) -> Inference:
-    """Rebuild the inferred blueprint and its evidence from the data that :func:`as_data` returned."""
+    """Rebuild an inferred blueprint, and the comparison that proves it, from the data that :func:`as_data` returned."""
     blocks = {
         path: Block(
             **{

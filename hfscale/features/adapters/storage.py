@@ -389,9 +389,9 @@ def _by_parameter(
     keys: Mapping[str, str],
     plan: Plan,
 ) -> dict[str, tuple[str, Tensor]]:
-    """Return the key and the full tensor of each parameter in a saved adapter; ``keys`` maps its keys to parameters.
-    Raise :class:`CheckpointError` if the adapter lacks a parameter, has unexpected keys, or holds two different tensors
-    for one parameter.
+    """Return the key and the full tensor of each parameter in a saved adapter; ``keys`` maps the file's keys to
+    parameters. Raise :class:`CheckpointError` if the adapter lacks a parameter, has unexpected keys, or holds two
+    different tensors for one parameter.
     """
     tensors: dict[str, tuple[str, Tensor]] = {}
     for key in (key for key in keys if key in stored):

@@ -37,8 +37,8 @@ from ...train.runtime.shards import gather_full
 def places_in(
     tokens: Sequence[int], planned: ParameterPlan, ranks: dict[str, int]
 ) -> tuple[list[int], list[int]]:
-    """Return the indices of the ``tokens`` whose rows are in the shard of a weight on the rank at coordinates
-    ``ranks``, and these rows' indices in the shard.
+    """Return two lists about those ``tokens`` whose rows of a weight are in the shard of the rank at coordinates
+    ``ranks``: the tokens' indices in ``tokens``, and their rows' indices in the shard.
     """
     chosen: list[int] = []
     places: list[int] = []

@@ -34,13 +34,15 @@ from ...train.runtime.shards import gather_full, local_tensor
 
 
 def whole_paths(plan: Plan) -> list[str]:
-    """Return the projections that are sharded over tensor ranks, but whose adapters need the full projection."""
+    """Return the projections that are sharded over tensor ranks, but whose adapters (OFT, HRA or LoKr) need all of
+    their inputs and outputs.
+    """
     return list(dict.fromkeys(_path(adapter) for adapter in _on_whole(plan)))
 
 
 def refuse_other_modules(plan: Plan) -> None:
-    """Raise :class:`ConfigError` for adapters that need a full module, if this module is sharded but is not a
-    projection of a tensor-parallel block.
+    """Raise :class:`ConfigError` for adapters that need all inputs and outputs of a module (OFT, HRA, LoKr), if the
+    module is sharded, but is not a projection of a tensor-parallel block.
     """
     sides = {name for block in plan.blocks for name in (*block.column, *block.row)}
     across = {name for block in plan.blocks for name, _ in block.across}
@@ -117,7 +119,9 @@ def gathered(planned: ParameterPlan, share: Tensor, mesh: Mesh) -> Tensor:
 
 
 def install_whole_projections(runtime: Runtime) -> None:
-    """Make wrappers compute full projections, with this rank's slices as input and output."""
+    """Make the adapters' wrappers compute with the full weight of their projection, gathered over tensor ranks, while
+    their inputs and outputs remain this rank's shards.
+    """
     for path in whole_paths(runtime.plan):
         if runtime.is_local(f"{path}.weight"):
             wrapper: Any = module_at(runtime.model, path)

@@ -140,7 +140,7 @@ class _InEightBits:
 
 
 class Float8Gather(Part):
-    """All-gather the weights in 8 bits that the plan names for it."""
+    """All-gather in 8 bits, over data ranks, the weights that the plan chooses for this."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Make FSDP2 all-gather the weights that the plan names in 8 bits; installed after the data axes have sharded

@@ -249,7 +249,9 @@ class Float8Products(Products):
         along: int,
         by_columns: bool = False,
     ) -> _Scaled:
-        """Return ``matrix`` in 8 bits. ``along`` is the contracted dim; each row along it has one rowwise scale."""
+        """Return ``matrix`` in 8 bits. ``along`` is the contracted dim; with rowwise scales, each row along this dim
+        has its own scale.
+        """
         scale = self._scale(name, matrix, along if self.rowwise else None)
         dtype = self._dtype_of(name)
         data = (

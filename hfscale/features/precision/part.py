@@ -247,7 +247,9 @@ class LossScaling(Part):
             self.growth = 0
 
     def _expect(self, runtime: Runtime, scale: float | None) -> None:
-        """Set the gradient of the loss with which backward passes must begin in this step; ``None`` outside a step."""
+        """Set the gradient of the loss, equal to the loss scale, with which backward passes must begin in this step;
+        ``None`` outside a step.
+        """
         self._within = scale is not None
         # Hfscale's loss computes gradients in the forward pass; a user's loss does not
         if runtime.loss is not None:

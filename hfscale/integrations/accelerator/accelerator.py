@@ -389,7 +389,9 @@ class Accelerator(accelerate.Accelerator):
     def save_model(
         self, model: nn.Module, save_directory: Any, max_shard_size: Any = "5GB", **more: Any
     ) -> None:
-        """Write a plain Hugging Face directory; call it on every rank."""
+        """Write the full model as a plain Hugging Face directory, which stock transformers can load; call it on every
+        rank.
+        """
         if is_plain(model):
             super().save_model(model, save_directory, max_shard_size, **more)
             return

@@ -1,5 +1,5 @@
-"""Handle models that every rank holds in full: reward models and references that are only evaluated, and plain
-modules.
+"""Handle models that every rank holds in full: reward models and references that are only evaluated, and modules that
+are no transformers models.
 """
 
 from collections.abc import Iterable
@@ -40,8 +40,8 @@ def is_plain(model: nn.Module) -> bool:
 
 
 def check_beside(modules: Iterable[nn.Module], mesh: Mesh) -> None:
-    """Raise :class:`ConfigError` for plain modules if ranks share a batch, because DDP averages their gradients over
-    all processes.
+    """Raise :class:`ConfigError` for ``modules``, which are no transformers models, if ranks share a batch, because DDP
+    averages their gradients over all processes.
     """
     layout = mesh.layout
     for module in modules:

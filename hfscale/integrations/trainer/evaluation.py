@@ -76,7 +76,7 @@ def counted_step(
     stock: _Step,
 ) -> _Result:
     """Run an evaluation step whose loss is TRL's mean over rows or pairs. Of this rank's ``known[0]`` rows or pairs,
-    only the first ``known[1]`` count.
+    only the first ``known[1]`` count, since the others only pad the batch.
     """
     accelerator = trainer.accelerator
     repeated = accelerator.gather(
@@ -104,7 +104,8 @@ def unknown_step(
     stock: _Step,
 ) -> _Result:
     """Run an evaluation step with a loss of unknown kind: either a mean over rows, or a sum divided by the number of
-    labels on all data ranks. Of this rank's ``known[0]`` rows, only the first ``known[1]`` count.
+    labels on all data ranks. Of this rank's ``known[0]`` rows, only the first ``known[1]`` count, since the others only
+    pad the batch.
     """
     accelerator = trainer.accelerator
     with evaluated_as_trained(trainer) as divided:
@@ -364,7 +365,9 @@ def _padded_rows(
 
 
 class _WholeModel:
-    """Hold the full model on the first rank of each distinct batch, with weights gathered from all pipeline stages."""
+    """Hold the full model, with weights gathered from all pipeline stages, on the first of the ranks that share a
+    batch.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         mesh = runtime.mesh

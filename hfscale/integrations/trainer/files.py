@@ -218,7 +218,8 @@ def resumed_from(
     newest: Callable[[Path | None], Path | None] | None = None,
 ) -> Any:
     """Return the checkpoint to resume from (``True``: the newest complete one) on all ranks. ``newest`` is called with
-    the checkpoint on the disk, and returns a newer state that is kept elsewhere, if there is one.
+    the checkpoint on the disk, and returns a newer state that is kept in another place, such as memory, if there is
+    one.
     """
     if not isinstance(resume, str | Path) and resume is not True:
         return resume

@@ -1,4 +1,5 @@
-"""Generate in TRL's GRPO and RLOO over the ranks of a layout: once for each distinct batch, by vLLM or the model.
+"""Generate in TRL's GRPO and RLOO over the ranks of a layout, by vLLM or the model. Ranks that share a batch (tensor
+ranks, for example) get the same completions.
 
 Data flow of a generation with ``use_vllm=True``::
 
@@ -37,8 +38,8 @@ _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # LoRA ranks that vLLM supports (m
 
 
 def _refuse_other_tokens(model: Any) -> None:
-    """Raise :class:`ConfigError` for a resized vocabulary, because engines allocate the checkpoint's number of
-    tokens.
+    """Raise :class:`ConfigError` for a model with a resized vocabulary, because vLLM's engines allocate as many tokens
+    as the checkpoint has.
     """
     kind: Any = type(model.config)
     config = kind.from_pretrained(model.name_or_path)
@@ -61,8 +62,8 @@ class LayoutEngine(EngineHooks):
     )
 
     def check(self) -> None:
-        """Raise for weights that cannot be sent, and for a model that has no checkpoint from which an engine can
-        start.
+        """Raise :class:`ConfigError` for weights that cannot be sent to vLLM's engine, and for a model without a
+        checkpoint from which an engine can start.
         """
         self.adapter_rank = self._adapter_rank()
         if self.mode == "colocate" and not self.model.name_or_path:
@@ -195,7 +196,7 @@ class LayoutEngine(EngineHooks):
 
 
 def engine_over_layout(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Create the engine of a trainer; ``stock`` is TRL's class of the engine."""
+    """Create the vLLM engine with which a trainer generates; ``stock`` is TRL's class of the engine."""
     if find_runtime(model) is None:
         return stock(model, *args, **kwargs)
     if kwargs.get("logprobs", 0) is None:
@@ -217,7 +218,9 @@ def agree_anew(trainer: Any) -> None:
 
 
 def log_difference(trainer: Any, log_probs: Tensor) -> None:
-    """Log the difference between the engine's and the trainer's log-probabilities, if TRL itself (RLOO) does not."""
+    """Log the difference between the log-probabilities of vLLM's engine, which generated the completions, and those of
+    the trained model, unless TRL logs it itself (as in GRPO, but not in RLOO).
+    """
     engine = getattr(trainer, "vllm_generation", None)
     sampled = getattr(engine, "sampled", None)
     if engine is None or sampled is None or hasattr(trainer, "vllm_importance_sampling_correction"):
@@ -279,8 +282,8 @@ def batches_gathered(kind: type, accelerator: Any) -> AbstractContextManager[Non
 
 
 def count_generations(arguments: Any, batches: int) -> None:
-    """Correct the generation batch size of a GRPO or RLOO config, which counts processes instead of distinct
-    batches.
+    """Correct the generation batch size of a GRPO or RLOO config, which TRL computes from the number of processes. It
+    must be computed from ``batches``, where ranks that share a batch (tensor ranks, for example) count once.
     """
     if getattr(arguments, "generation_batch_size", None) is None:
         return

@@ -2,7 +2,7 @@
 
 Data flow of a step whose loss is the model's own (any layout)::
 
-    loader: this distinct batch's rows --> microbatches wait for the last of their step --> hfscale.train_step
+    loader: the rows of this rank's batch --> microbatches wait for the last of their step --> hfscale.train_step
     --> accelerator.clip_grad_norm_ (norm of the full model) --> optimizer --> schedule --> logs, equal on all ranks
 
 If a subclass or a function computes the loss, Trainer's own step runs, in any layout without pipeline stages.
@@ -233,7 +233,9 @@ class TrainerMixin(Checkpoints, DataHooks):
 
     @property
     def knows_loss(self) -> bool:
-        """Return whether hfscale can compute the loss, because it is the model's own loss and a known mean."""
+        """Return whether hfscale can compute the loss: it is the model's own loss, and hfscale knows over what it is a
+        mean.
+        """
         return trainer.has_stock_loss(self) and self.runtime.loss is not None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -136,7 +136,7 @@ class Seams:
 def options_of(arguments: Any) -> dict[str, Any]:
     """Return the options for models that a trainer with these ``TrainingArguments`` (or none) loads itself.
 
-    Kernels that are not installed are not requested here, because a trainer needs kernels only for training.
+    Kernels that are not installed are left out, because a trainer needs kernels only for training.
     """
     if arguments is None:
         return {}

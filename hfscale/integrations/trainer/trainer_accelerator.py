@@ -155,7 +155,8 @@ class TrainerAccelerator(Accelerator):
         )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather over distinct batches, without padding rows, also for iterable datasets of unknown length.
+        """Gather over ranks that have different batches, without padding rows, also for iterable datasets of unknown
+        length.
 
         Scalars of ranks belong to no example, but Accelerate would keep only the first few ranks' scalars. Scalars are
         gathered as float64, because TRL returns another dtype for zero rows (KTO, on a rank without desirable rows).

@@ -79,7 +79,9 @@ def balanced(loader: Any, runtime: Runtime) -> Any:
 
 
 class Marked(dict[str, Any]):
-    """Hold a batch, the number of its examples, and how many of these examples count."""
+    """Hold a batch, the number of its examples, and the number of those that count, since the others only pad the
+    batch.
+    """
 
     # the number of tokens of each example, if all are packed into one row; positions do not show it, because an example
     # may consist of several texts
