@@ -62,7 +62,7 @@ class Member:
 
 
 class Stepper:
-    """Update ``members``, some of an optimizer's parameters, in place."""
+    """Update some of an optimizer's parameters, ``members``, in place; subclasses define the rule."""
 
     def __init__(self, members: Sequence[Member], mesh: Mesh) -> None:
         self.members = members

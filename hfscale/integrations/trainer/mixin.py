@@ -175,7 +175,7 @@ class TrainerMixin(Checkpoints, DataHooks):
     # --- hooks of Trainer ---------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create Trainer's accelerator, which counts ranks that share a batch (tensor ranks, for example) as one."""
+        """Create Trainer's accelerator, which counts ranks that share a batch (tensor ranks, for example) once."""
         check_run(self.args)
         check_dispatch(self.args)
         with trainer.accelerator_made_by(TrainerAccelerator):
