@@ -1,4 +1,5 @@
-"""Define the blueprint of a family: the roles of an architecture's modules, as data.
+"""Define the blueprint of a family: data that names an architecture's layer list, its blocks (attention, MLP), and the
+blocks' column- and row-parallel projections.
 
 A family has one :class:`Blueprint`, from the first of these sources that has one:
 
@@ -87,7 +88,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """Hold the roles of modules in one architecture. Paths are relative to the base model (``model.base_model``)."""
+    """Describe one architecture: its layer list, and its blocks (attention, MLP) with their column- and row-parallel
+    projections. Paths are relative to the base model (``model.base_model``).
+    """
 
     # path of the layer list, or several paths (an encoder and a decoder, two towers). A class may lack some lists:
     # ``BartForCausalLM`` has only the decoder's
@@ -109,13 +112,17 @@ class Blueprint:
 def in_layers(
     layers: str, unfit: Callable[[Any], str | None] = Blueprint.unfit, **blocks: Block
 ) -> Blueprint:
-    """Return the blueprint of a model with one layer list ``layers``; each keyword names a child of every layer."""
+    """Return the blueprint of a model with one layer list ``layers``. Each keyword argument is the name of a child
+    module of every layer, and the child's :class:`Block`.
+    """
     return Blueprint(layers, blocks, unfit)
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Hold the differences between two tensor ranks and one process, found on a tiny clone."""
+    """Hold the largest differences of output and gradients between a tiny copy of a model (*clone*) on two tensor ranks
+    and the same clone in one process.
+    """
 
     output: float  # largest difference of the output, relative to the output's largest entry
     gradient: float  # largest difference of a gradient, relative to the gradient's largest entry
@@ -123,13 +130,15 @@ class Proof:
 
     @property
     def worst(self) -> float:
-        """The larger of both differences."""
+        """The larger one of the differences of output and gradient."""
         return max(self.output, self.gradient)
 
 
 @dataclass(frozen=True)
 class Inference:
-    """Hold an inferred blueprint and its evidence."""
+    """Hold a blueprint that was derived from a model's structure, with the comparison that proves it: two tensor ranks
+    against one process.
+    """
 
     blueprint: Blueprint  # the inferred blueprint
     proof: Proof  # the comparison of two ranks with one process, on a tiny clone
@@ -138,7 +147,7 @@ class Inference:
 
 
 def as_data(found: Inference) -> dict[str, Any]:
-    """Return an inferred blueprint and its evidence as data that can be written as JSON."""
+    """Return an inferred blueprint, and the comparison that proves it, as data that can be written as JSON."""
     return {
         "layers": found.blueprint.layers,
         "source": found.blueprint.source,
@@ -160,7 +169,7 @@ def block_as_data(block: Block) -> dict[str, Any]:
 
 
 def from_data(data: dict[str, Any]) -> Inference:
-    """Rebuild the inferred blueprint and its evidence from the data that :func:`as_data` returned."""
+    """Rebuild an inferred blueprint, and the comparison that proves it, from the data that :func:`as_data` returned."""
     blocks = {
         path: Block(
             **{

@@ -1,4 +1,6 @@
-"""Hash the stock code of a model's classes, so that proved facts stay valid in any release with the same code."""
+"""Hash the stock code of a model's classes, so that what was proved for these classes stays valid in any release of
+transformers with the same code.
+"""
 
 import ast
 import hashlib
@@ -9,8 +11,8 @@ from functools import cache
 from pathlib import Path
 
 SOURCES = Path(__file__).with_name("sources.json")
-"""For each family of hfscale's own table, the hashes of the sources with which ``scripts/prove_entries.py``
-proved it.
+"""File with, for each family of hfscale's own table, the hashes of the stock sources for which
+``scripts/prove_entries.py`` proved the table's entry: two tensor ranks compute the same as one process.
 """
 
 _FAMILIES = "transformers.models."
@@ -22,8 +24,7 @@ def source_hash(kinds: Iterable[type]) -> str:
     defined.
 
     Comments, docstrings and blank lines do not count. Code that all families use (masks, caches, losses) is left out,
-    since it changes with every release; facts that depend on it are proved for each release
-    (``scripts/prove_facts.py``).
+    since it changes with every release; whatever depends on it is proved for each release (``scripts/prove_facts.py``).
     """
     folders = {folder for kind in kinds for folder in _family_folders(kind)}
     hashes = sorted(_folder_hash(folder) for folder in folders)
@@ -36,7 +37,9 @@ def short_hash(kind: type) -> str:
 
 
 def is_proved_source(family: str, kind: type) -> bool:
-    """Return whether the entry of a family was proved with the source of ``kind`` in the installed transformers."""
+    """Return whether the entry of ``family`` in hfscale's own table was proved, by two tensor ranks that equal one
+    process, with the same source of the class ``kind`` as in the installed transformers.
+    """
     return short_hash(kind) in _proved_sources().get(family, ())
 
 

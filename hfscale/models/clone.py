@@ -1,6 +1,7 @@
-"""Make the config of a tiny clone of a model: the same classes and switches, but small sizes.
+"""Make the config of a tiny copy (*clone*) of a model: the same classes and the same options, but small sizes.
 
-``hfscale verify`` and the family sweep train clones in a layout and in one process; blueprints are proved on clones.
+``hfscale verify`` and the family sweep train clones in a layout and in one process. Blueprints (which projections are
+sharded, and how) are proved on clones.
 """
 
 import copy
@@ -288,8 +289,8 @@ def _sections(whole: dict[str, Any], layers: int, count: int) -> dict[str, int]:
 
 
 def _repeated(whole: dict[str, Any], layers: int) -> dict[str, int]:
-    """Return the fields by which a clone repeats its layers between the first and the last, like Inkling 2; empty for
-    other models.
+    """Return the config fields with which a clone repeats the layers between its first and its last layer, for models
+    that run some layers several times, like Inkling 2; empty for other models.
     """
     if type(whole.get(_LOOP_START)) is not int:
         return {}
@@ -325,7 +326,9 @@ def _small_sections(name: str, value: Any, width: int) -> Any:
 
 
 def _aliases(kind: type[PreTrainedConfig] | None, fields: dict[str, Any]) -> dict[str, str]:
-    """Return a dict from a config's own field names to common names, by the class's ``attribute_map``."""
+    """Return a dict from a config class's own field names to the common names in transformers (``num_hidden_layers``,
+    for example), by the class's ``attribute_map``.
+    """
     aliases = kind.attribute_map.items() if kind is not None else ()
     known = {own: name for name, own in aliases if own not in _NAMED and name in _NAMED}
     few = [

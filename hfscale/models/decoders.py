@@ -1,4 +1,6 @@
-"""List blueprints of decoders like LLaMA, with separate queries, keys and values, and a gated MLP or experts."""
+"""List blueprints (the names of layers, blocks, and column- and row-parallel projections) of decoders like LLaMA, with
+separate queries, keys and values, and a gated MLP or experts.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,7 +49,9 @@ def _llama(
     unfit: Callable[[Any], str | None] = Blueprint.unfit,
     **attention: Any,
 ) -> Blueprint:
-    """Return the blueprint of layers like LLaMA's, with changes to their attention."""
+    """Return the blueprint of layers like LLaMA's. ``attention`` are fields of :class:`Block` in which their attention
+    differs from LLaMA's.
+    """
     return in_layers("layers", unfit, self_attn=replace(_LLAMA_ATTENTION, **attention), mlp=mlp)
 
 
@@ -56,8 +60,8 @@ def _mixture(
     experts: dict[str, tuple[int, int]],
     **changes: Any,
 ) -> Block:
-    """Return the block of an MoE layer, or of the dense MLP that some layers have instead. The router is not
-    sharded.
+    """Return one block for two kinds of layers: MoE layers with a shared expert, and layers with a dense MLP. The
+    router is not sharded.
     """
     return Block(
         column=("gate_proj", "up_proj", f"{shared_expert}.gate_proj", f"{shared_expert}.up_proj"),

@@ -1,5 +1,6 @@
-"""List blueprints of encoders of text, images or both, and of encoder-decoders. A class that has only the encoder or
-only the decoder uses the entry of the encoder-decoder.
+"""List blueprints (the names of layers, blocks, and column- and row-parallel projections) of encoders of text, images
+or both, and of encoder-decoders. A class that has only the encoder or only the decoder uses the entry of the
+encoder-decoder.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Look up proved facts about model classes, and prove missing facts on request.
+"""Look up what was proved about model classes (*facts*), and prove missing facts on request.
 
 A fact is the answer to a question about a model class and its config, for example which modules mix tokens.
 ``facts.json`` holds answers by class and by :func:`digest` of the config. Configs with the same answers are grouped.
@@ -42,7 +42,9 @@ _UNREAD = {
     "initializer_range",
     "use_cache",
 }
-"""Config fields that no forward pass reads. Of labels, only the number counts."""
+"""Config fields that no forward pass reads. Of a classifier's labels (``id2label``), only the number matters, which is
+read separately.
+"""
 
 _SCALES = {"rope_theta", "original_max_position_embeddings", "sliding_window", "max_window_layers"}
 _SCALES |= {"query_pre_attn_scalar", "rotary_emb_base", "attention_chunk_size"}
@@ -58,14 +60,14 @@ Answers = dict[str, dict[str, dict[str, Any]]]  # class -> digest -> question ->
 
 
 def digest(kind: type, config: Any, model: nn.Module | None = None) -> str:
-    """Return a digest of everything on which an answer about a stock class and config depends: the key in
-    ``facts.json``. Return an empty string if no entry can apply: no tiny clone can be made, or ``model`` has hooks,
-    classes that are not transformers', or a changed ``forward``.
+    """Return a digest of everything on which proved facts about a stock class and config depend: their key in
+    ``facts.json``. Return an empty string if no entry can apply: no tiny copy (*clone*) of the model can be made, or
+    ``model`` has hooks, classes that are not transformers', or a changed ``forward``.
 
     The digest includes:
 
     - the config of the tiny clone, in which sizes are constants. Fields that no forward pass reads are omitted; of
-      numbers that only scale, only the sign counts;
+      numbers that change no shape, like ``rope_theta``, only the sign counts, and whether they are 0 or 1;
     - the kinds of layers in the full config;
     - the classes of all modules;
     - the code of the modeling files of all these classes.
@@ -112,8 +114,8 @@ def _is_stock(kind: type) -> bool:
 
 
 def _meaning(name: str, value: Any, ends_texts: bool) -> Any:
-    """Return the value of a config field without details that change no answer. ``ends_texts``: ``eos_token_id``
-    matters.
+    """Return the value of a config field as it enters the digest: without details on which no proved fact depends, such
+    as the exact value of a scale. ``ends_texts`` is whether ``eos_token_id`` counts.
     """
     if isinstance(value, dict):
         return {
@@ -133,8 +135,8 @@ def _meaning(name: str, value: Any, ends_texts: bool) -> Any:
 
 
 def _number(name: str, value: int | float) -> int | str:
-    """Return a size unchanged. Of a number that only scales, return its value if it is 0 or 1, else its sign in
-    words.
+    """Return a number of a config as it enters the digest. A size is unchanged. Of a number that changes no shape, like
+    a float or ``rope_theta``, only 0, 1 and the sign remain, in words; so do token ids that proofs do not use.
     """
     if name.endswith("_token_id") and value not in _TRIED:
         return "unused token"
@@ -167,7 +169,9 @@ def _structure(model: nn.Module) -> set[str]:
 
 
 class Facts:
-    """Hold the facts of ``facts.json``, the facts that earlier processes kept, and those proved in this process."""
+    """Hold what was proved about model classes: the entries of ``facts.json``, and what earlier processes and this
+    process have proved.
+    """
 
     def __init__(self, kept: KeptFacts | None = None) -> None:
         self._kept = kept or KeptFacts(None)
@@ -178,7 +182,7 @@ class Facts:
 
     @cached_property
     def written(self) -> Answers:
-        """The facts of ``facts.json``."""
+        """The entries of ``facts.json``: model class -> digest of the config -> question -> answer."""
         table = json.loads(TABLE.read_text())["classes"]
         return {
             name: {key: group["answers"] for group in groups for key in group["configs"]}
@@ -193,7 +197,8 @@ class Facts:
         stock: type | None = None,
         **given: Any,
     ) -> Any:
-        """Return the answer (JSON data) to a question about ``model``, from the tables or by a proof.
+        """Return the answer (JSON data) to a question about ``model``, for example which modules mix tokens. If neither
+        ``facts.json`` nor a cache contains the answer, a proof finds it, which runs a tiny copy of the model.
 
         Args:
             question: the name of a proof that an extension provides.
@@ -235,7 +240,9 @@ class Facts:
 
 
 def prove(question: str, model: Any, **given: Any) -> tuple[Any, bool]:
-    """Prove an answer now. Return the answer as JSON data, and whether it holds for all models of the same digest."""
+    """Run the proof that answers ``question`` about ``model``. Return the answer as JSON data, and whether it holds for
+    all models of the same digest (same classes, config and source).
+    """
     proof = provided("proofs", question)
     if proof is None:
         raise PlanError(
@@ -256,13 +263,15 @@ def ask(
     stock: type | None = None,
     **given: Any,
 ) -> Any:
-    """Return the answer to a question about ``model``, from the tables or by a proof: see :meth:`Facts.ask`."""
+    """Return the answer to a question about ``model`` (which modules mix tokens, for example), from ``facts.json`` or
+    by a proof: see :meth:`Facts.ask`.
+    """
     return _facts.ask(question, model, *about, stock=stock, **given)
 
 
 def _exactly(name: str, kind: type, model: Any, structure: bool) -> Hashable | None:
-    """Return a key with everything on which an answer depends, for this process's cache; ``None`` if the model has
-    hooks, which cannot be compared.
+    """Return a key for this process's cache of proved answers, with everything about the model on which an answer
+    depends; ``None`` if the model has hooks, which cannot be compared.
     """
     if structure and any(passes_otherwise(module) for module in model.modules()):
         return None

@@ -1,4 +1,6 @@
-"""List blueprints of decoders like GPT, with an MLP of two projections, and often fused queries, keys and values."""
+"""List blueprints (the names of layers, blocks, and column- and row-parallel projections) of decoders like GPT, with an
+MLP of two projections, and often fused queries, keys and values.
+"""
 
 from dataclasses import replace
 from typing import Any

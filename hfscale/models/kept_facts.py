@@ -1,4 +1,4 @@
-"""Keep proved facts about model classes in the user's cache, so that they are proved once, and not in every process."""
+"""Keep what was proved about model classes in the user's cache, so that a proof runs once, not in every process."""
 
 import hashlib
 import json
@@ -19,10 +19,10 @@ Answers = dict[str, Any]  # question -> answer
 
 
 class KeptFacts:
-    """Read and write answers in files, one file per class and digest.
+    """Read and write what was proved about model classes: one file of answers for each class and digest of its config.
 
-    Answers are kept separately for each combination of versions of torch and transformers, and code of the proofs. If
-    the directory cannot be read or written, nothing is kept, without an error.
+    Files are kept separately for each combination of versions of torch and transformers, and code of the proofs. If the
+    directory cannot be read or written, nothing is kept, without an error.
     """
 
     def __init__(self, directory: Path | None) -> None:
@@ -30,11 +30,13 @@ class KeptFacts:
 
     @property
     def place(self) -> str:
-        """The place where answers are kept, in words."""
+        """The place where answers about model classes are kept, in words."""
         return "in this process" if self._directory is None else f"in {self._directory}"
 
     def read(self, kind: str, digest: str) -> Answers:
-        """Return the kept answers about a class and digest; empty if there are none, or if the file is damaged."""
+        """Return what is kept about a model class and a digest of its config: question -> answer. The dict is empty if
+        there is no file, or if the file is damaged.
+        """
         path = self._path(kind, digest)
         try:
             answers = json.loads(path.read_text()) if path is not None else {}
@@ -43,7 +45,9 @@ class KeptFacts:
         return answers if isinstance(answers, dict) else {}
 
     def add(self, kind: str, digest: str, question: str, answer: Any) -> None:
-        """Keep one more answer, if the directory can be written."""
+        """Add the answer to a question about a model class to the file of the class and digest; do nothing if the
+        directory cannot be written.
+        """
         path = self._path(kind, digest)
         if path is None or not is_first_of_job():
             return
@@ -66,13 +70,15 @@ class KeptFacts:
 
 @cache
 def kept_facts() -> KeptFacts:
-    """Return the facts in this user's cache directory."""
+    """Return the store of proved answers about model classes in this user's cache directory."""
     return KeptFacts(cache_directory())
 
 
 @cache
 def _situation() -> str:
-    """Return a folder name that is different for each combination of library versions and code of the proofs."""
+    """Return a folder name that is different for each combination of versions of torch and transformers, and code of
+    the proofs that run on models.
+    """
     modules = {place.partition(":")[0] for place in added("proofs").values()}
     origins = [getattr(find_spec(module), "origin", None) for module in sorted(modules)]
     folders = sorted({Path(origin).parent for origin in origins if origin})

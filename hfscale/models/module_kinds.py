@@ -45,7 +45,9 @@ def experts_per_token(config: Any) -> int | None:
 
 
 def holds_experts(module: Any) -> bool:
-    """Return whether a module holds stacked experts in transformers' form, so that ranks can shard them."""
+    """Return whether a module holds all experts' weights stacked like transformers' own experts, so that ranks can
+    shard them.
+    """
     return isinstance(module, nn.Module) and all(hasattr(module, mark) for mark in _MARKS)
 
 

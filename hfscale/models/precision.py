@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 WIDENS_INSIDE = ("ctrl", "inkling2", "inkling2_text", "minimax", "openai-gpt")
-"""Families whose layers compute some activations in 32 bits, or have buffers in 32 bits or in their inputs' dtype, and
-then use weights without a cast. With several data ranks, mixed precision therefore uses only autocast for them, and
-not FSDP2's casts."""
+"""Families whose layers compute some activations in 32 bits, or have buffers in 32 bits or in the dtype of the layers'
+inputs, and then use weights without a cast to the same dtype. With several data ranks, mixed precision therefore uses
+only autocast for them, and not FSDP2's casts.
+"""
 
 WIDENS_AROUND = ("xglm",)
 """Families that add a 32-bit table to hidden states before their layers; FSDP2 casts the sum back to 16 bits."""
@@ -65,7 +66,7 @@ class _MakeFloat64(TorchFunctionMode):
     """Create parameters of a float64 model in float64, inside a with block, where a class requests float32.
 
     Routers request float32 since transformers 5.24, and FSDP2's parameters cannot be converted afterwards. The model's
-    dtype is the default dtype only while a class creates its parameters, so proofs that run inside the block are not
+    dtype is the default dtype only while a class creates its parameters, so other computations inside the block are not
     affected.
     """
 

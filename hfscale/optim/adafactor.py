@@ -47,7 +47,7 @@ _FACTORS = {
 
 
 class AdafactorStepper(Stepper):
-    """Update ``members`` by Adafactor."""
+    """Update the parameters ``members`` by Adafactor."""
 
     def state_layout(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
         """Return how a state tensor is sharded: row and column means like the weight without the averaged dim, scalars
@@ -58,7 +58,7 @@ class AdafactorStepper(Stepper):
         return like(planned) if shape else whole()
 
     def step(self, groups: Groups, state: State) -> None:
-        """Make one update, with all-reduces over the axes of the parameters' cuts."""
+        """Make one update, with all-reduces over the mesh axes over which the parameters are sharded."""
         present = gradients_present(self.members, self._mesh)
         updates = [
             _Update(
@@ -79,7 +79,9 @@ class AdafactorStepper(Stepper):
 
 
 class _Update:
-    """Compute the update of one parameter. ``sums`` holds the results of earlier stages' all-reduces, by name."""
+    """Compute the update of one parameter in stages, between which tensors are all-reduced. ``sums`` holds the results
+    of these all-reduces, by name.
+    """
 
     def __init__(
         self,

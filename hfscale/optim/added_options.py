@@ -23,7 +23,9 @@ class AddedOption:
     # parses a user's value, which may be text
     parse: Callable[[Any], Any]
     steppers: Callable[[Any, Sequence[Member], Runtime], list[Stepper]]
-    """Makes steppers that run after the optimizer's own, from the parsed value and all members of the optimizer."""
+    """Function that makes steppers (objects that update parameters) from the option's parsed value and all parameters
+    of the optimizer. They run after the optimizer's own steppers.
+    """
 
 
 # Name of an option -> its description and its parsed value

@@ -57,9 +57,9 @@ def by_size(
     mesh: Mesh,
     wide: Collection[str] = (),
 ) -> tuple[list[Member], list[Member], list[Member]]:
-    """Divide members into three lists: parameters with 8-bit states whose shards are updated in place, parameters with
-    8-bit states that are updated as full tensors, and parameters with 32-bit states. ``wide`` names parameters that
-    always have 32-bit states.
+    """Divide the optimizer's parameters ``members`` into three lists: those with 8-bit states whose shards are updated
+    in place, those with 8-bit states that are updated as full tensors, and those with 32-bit states. ``wide`` names
+    parameters that always have 32-bit states.
     """
     narrow: list[Member] = []
     if options["optim_bits"] == 8:

@@ -186,8 +186,8 @@ class _Order:
     def stepper(
         self, stock: Stock, members: Sequence[Member], groups: Groups, full: bool = False
     ) -> Stepper:
-        """Return a stepper that updates ``members`` with the optimizer class ``stock``. With ``full``, it updates full
-        parameters, gathered from their shards.
+        """Return a stepper that updates the parameters ``members`` with the optimizer class ``stock``. With ``full``,
+        it updates full parameters, gathered from their shards.
         """
         mesh = self.runtime.mesh
         if self.aside is None and not full:
@@ -200,8 +200,9 @@ class _Order:
     def made(
         self, groups: list[dict[str, Any]], defaults: Options, steppers: Any
     ) -> ShardedOptimizer:
-        """Return the optimizer. ``steppers`` is called with the members, and with parameter groups that have all
-        options, and returns the optimizer's steppers.
+        """Return the optimizer of the parameter groups ``groups``, in which missing options get the values in
+        ``defaults``. The function ``steppers`` gets the optimizer's parameters and the completed groups, and returns
+        the objects that update the parameters.
         """
         self.runtime.observer = None  # belongs to an earlier optimizer
         full = [{**defaults, **group} for group in groups]

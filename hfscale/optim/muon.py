@@ -106,14 +106,16 @@ class Matrix:
         return [(rows, length) if self.dim else (length, columns) for length in lengths]
 
     def cut_over(self, axes: Collection[str]) -> list[Cut]:
-        """Return the cuts over ``axes``."""
+        """Return the :class:`Cut`, which describes how a dim is sharded, of each of ``axes`` over which the matrix is
+        sharded.
+        """
         return [cut for cut in self.cuts if cut.axis in axes]
 
     def split(
         self, tensor: Tensor, cuts: Sequence[Cut], ranks: dict[str, int]
     ) -> tuple[Tensor, ...]:
-        """Split the shard that the rank at coordinates ``ranks`` has under ``cuts`` into the shards of the fused
-        matrices.
+        """Split ``tensor`` into the shards of the matrices that are fused in this matrix. ``tensor`` is the shard of
+        the rank at coordinates ``ranks``, if the matrix is sharded as ``cuts`` describe.
         """
         spans = share_spans(self.shape, cuts, ranks)[self.dim]
         before = [
@@ -123,8 +125,8 @@ class Matrix:
 
 
 class MuonStepper(Stepper):
-    """Update ``members`` by Muon. Matrices are orthogonalized in ``dtype``; ``bounds`` holds the results of
-    :func:`bounds_of` by parameter name.
+    """Update the parameters ``members`` by Muon. Matrices are orthogonalized in ``dtype``; ``bounds`` maps the name of
+    a parameter to the result of :func:`bounds_of`.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class MuonStepper(Stepper):
         self._dealt = cache(_dealt)
 
     def step(self, groups: Groups, state: State) -> None:
-        """Make one update, with all-to-alls over the axes of the parameters' cuts."""
+        """Make one update, with all-to-alls over the mesh axes over which the parameters are sharded or replicated."""
         present = gradients_present(self.members, self._mesh)
         pieces = dict[Matrix, Tensor]()
         for member, matrices, with_gradient in zip(
@@ -183,8 +185,8 @@ class MuonStepper(Stepper):
     def _orthogonal(
         self, pieces: dict[Matrix, Tensor], axes: Sequence[str], groups: Groups
     ) -> dict[Matrix, Tensor]:
-        """Return this rank's shards of the orthogonal matrices, given its shards ``pieces`` of the updates, which are
-        sharded over ``axes``.
+        """Return this rank's shards of the orthogonalized updates. ``pieces`` are its shards of the updates, which are
+        sharded over ``axes``, before they are orthogonalized.
         """
         if not axes:
             return {
@@ -218,8 +220,9 @@ class MuonStepper(Stepper):
         owned: Sequence[Sequence[Matrix]],
         axes: Sequence[str],
     ) -> dict[Matrix, Tensor]:
-        """Return the matrices that are assigned to this rank, gathered over the first of ``axes``; all ranks send their
-        shards of matrices that are sharded over this axis.
+        """Return the matrices assigned to this rank, gathered over the axis ``axes[0]``. ``held`` are this rank's
+        shards, and ``owned`` lists the matrices assigned to each rank of the axis. Matrices that are not sharded over
+        the axis are left out.
         """
         cut = [[m for m in each if m.cut_over(axes[:1])] for each in owned]
         own = self._mesh.ranks[axes[0]]
@@ -251,8 +254,9 @@ class MuonStepper(Stepper):
         at: Sequence[int],
         axes: Sequence[str],
     ) -> list[list[Tensor]]:
-        """Send the tensors ``sent[rank]`` to each rank of the first of ``axes``. Return, for each rank, the tensors
-        received: the shards at coordinate ``at[rank]`` of the matrices ``wanted[rank]``.
+        """Exchange tensors with all ranks of the axis ``axes[0]``, by one all-to-all: send ``sent[rank]`` to each rank.
+        Return what each rank has sent: shards of the matrices ``wanted[rank]``, as the rank at index ``at[rank]`` of
+        the axis holds them.
         """
         flat = torch.cat(
             [

@@ -40,7 +40,9 @@ class Pair:
 
 
 class OffloadedStepper(OneByOneStepper):
-    """Step copies on the CPU: copies of shards, or, if ``full``, of gathered full tensors."""
+    """Update copies of weights on the CPU, and write the results back: copies of this rank's shards, or, if ``full``,
+    of full tensors gathered from shards.
+    """
 
     _aside: Aside
 
@@ -50,7 +52,7 @@ class OffloadedStepper(OneByOneStepper):
         super().__init__(*given)
 
     def step(self, groups: Groups, state: State) -> None:
-        """Make one update. If full tensors are stepped, gather them over the axes of each parameter's cuts."""
+        """Make one update. If full tensors are updated, first gather them over the ranks that shard them."""
         parts = self._with_gradients()
         if not parts:
             return

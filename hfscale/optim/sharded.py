@@ -62,7 +62,7 @@ class Member:
 
 
 class Stepper:
-    """Update ``members``, some of an optimizer's parameters, in place."""
+    """Update some of an optimizer's parameters, ``members``, in place; subclasses define the rule."""
 
     def __init__(self, members: Sequence[Member], mesh: Mesh) -> None:
         self.members = members
@@ -76,9 +76,9 @@ class Stepper:
         raise NotImplementedError
 
     def state_layout(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
-        """Return how the state tensor ``key`` of a parameter is sharded, relative to the same tensor in one process.
-        ``shape`` is the shape on this rank, or the full shape: any dims before the dims of the weight are the same in
-        both.
+        """Return how the state tensor ``key`` of a parameter is sharded, compared with the same tensor in one process.
+        ``shape`` is the state tensor's shape, either on this rank or in full: any dims in front of the weight's dims
+        are equal in both shapes.
         """
         return like(planned)
 
@@ -169,8 +169,8 @@ def _on_its_device(value: Any, group: dict[str, Any], device: torch.device) -> A
 
 
 def members_of(groups: Groups, plans: dict[int, ParameterPlan]) -> list[Member]:
-    """Return a :class:`Member` for every parameter of ``groups``, in order; ``plans`` holds plans by ``id`` of
-    parameters.
+    """Return a :class:`Member` (a parameter, its plan, the index of its group) for every parameter of ``groups``, in
+    order. ``plans`` maps the ``id`` of a parameter to its plan.
     """
     return [
         Member(plans[id(parameter)], parameter, index)
@@ -190,10 +190,11 @@ def stock_defaults(stock: type[torch.optim.Optimizer]) -> dict[str, Any]:
 
 
 def sum_over_ranks(pieces: Sequence[Piece], mesh: Mesh) -> list[Tensor]:
-    """All-reduce every piece over its axes, with one collective per axis for all pieces together.
+    """All-reduce each tensor over its own mesh axes, with one collective per axis for all tensors together. ``pieces``
+    are pairs of a tensor and its axes.
 
     Every rank of a pipeline stage must pass pieces with the same axes in the same order; ranks of one process group
-    must pass pieces of the same shapes. All ranks of a process group get bitwise equal results.
+    must pass tensors of the same shapes. All ranks of a process group get bitwise equal results.
     """
     sums = [piece for piece, _ in pieces]
     for axis in sorted({axis for _, axes in pieces for axis in axes}):
@@ -217,8 +218,9 @@ def sum_over_ranks(pieces: Sequence[Piece], mesh: Mesh) -> list[Tensor]:
 
 
 def gradients_present(members: Sequence[Member], mesh: Mesh) -> list[bool]:
-    """Return, for each member, whether any rank that holds a shard has a gradient; all these ranks get the same answer.
-    Only members with empty shards need communication: autograd may compute no gradient for an empty shard.
+    """Return, for each of the parameters ``members``, whether any rank that holds a shard of it has a gradient; all
+    these ranks get the same answer. Only parameters with empty shards need communication: autograd may compute no
+    gradient for an empty shard.
     """
     present = [member.parameter.grad is not None for member in members]
     doubtful = [

@@ -55,9 +55,9 @@ _MIX = (
 
 @dataclass(frozen=True)
 class Aside:
-    """Describe the copies of weights that the optimizer updates: they are on ``device`` and, if ``seed`` is given, in
-    float32 instead of bfloat16. ``seed`` seeds the stochastic rounding with which the result is written back to a
-    bfloat16 weight.
+    """Describe copies of weights that the optimizer updates in place of the weights: they are on ``device``. If
+    ``seed`` is given, copies of bfloat16 weights are in float32, and the results are rounded stochastically to
+    bfloat16, with random numbers that depend on ``seed``.
     """
 
     device: torch.device
@@ -73,7 +73,9 @@ class Aside:
 
 
 class StockOverStandIns:
-    """Run a stock optimizer over stand-in parameters, which get memory, gradient and state only for a step."""
+    """Run a stock optimizer over stand-ins for the model's parameters: ``nn.Parameter`` objects that get the memory of
+    a weight, its gradient and its state only for a step.
+    """
 
     def __init__(
         self,
@@ -82,7 +84,9 @@ class StockOverStandIns:
         groups: Groups,
         copied: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Make the optimizer. ``copied`` copies a weight; without it, the weight itself is stepped."""
+        """Make the stock optimizer. ``copied`` makes the copy of a weight that is stepped; without it, the weight
+        itself is stepped.
+        """
         self.pairs = [
             (member, nn.Parameter(copied(member.weight) if copied else member.weight))
             for member in members
@@ -103,8 +107,8 @@ class StockOverStandIns:
         state: State,
         tensors: Callable[[Member], tuple[Tensor, Tensor | None]],
     ) -> None:
-        """Make one step on the weight and gradient that ``tensors`` returns for each member. A member whose gradient is
-        ``None`` is not stepped.
+        """Make one step. ``tensors`` returns weight and gradient of a :class:`Member`, one of the optimizer's
+        parameters; a parameter whose gradient is ``None`` is not stepped.
         """
         for mine, group in zip(self.optimizer.param_groups, groups, strict=True):
             mine.update({key: value for key, value in group.items() if key != "params"})
@@ -133,7 +137,7 @@ class StockOverStandIns:
                 state[member.parameter] = self.optimizer.state.pop(stand_in)
 
     def release(self) -> None:
-        """Free the memory of the stand-ins between steps."""
+        """Free the memory of the stand-ins for the model's parameters until the next step."""
         for _, stand_in in self.pairs:
             stand_in.data = stand_in.data.new_empty(0)
 
@@ -161,8 +165,8 @@ class LocalStepper(Stepper):
             inner.publish(state)
 
     def state_layout(self, planned: ParameterPlan, key: str, shape: tuple[int, ...]) -> StateTensor:
-        """Return how a state tensor is sharded: like the parameter, or as scales of the parameter's blocks; see
-        :meth:`Stepper.state_layout`.
+        """Return how a state tensor is sharded: like the parameter, or like its blocks of entries if the state holds
+        one scale per block; see :meth:`Stepper.state_layout`.
         """
         if not shape or key.startswith(_TABLES):
             return whole(*shape)
@@ -186,8 +190,8 @@ class OneByOneStepper(LocalStepper):
     """Step one parameter at a time.
 
     Args:
-        aside: if given, copies of weight and gradient are stepped, and the result is written back.
-        full: weight and gradient are gathered over the ranks of the parameter's cuts. All these ranks make the same
+        aside: if given, copies of weight and gradient are stepped, and the result is written back to the weight.
+        full: weight and gradient are gathered from all ranks that hold shards of them. All these ranks make the same
             update, write their shards of the result, and hold the full state.
     """
 
@@ -215,11 +219,11 @@ class OneByOneStepper(LocalStepper):
                 optimizer.name2qmap = first.name2qmap
 
     def _divided(self, members: Sequence[Member]) -> Iterable[Sequence[Member]]:
-        """Return the members in groups that are stepped together; here one by one."""
+        """Return the parameters ``members`` in groups that are stepped together; in this class, one by one."""
         return [[member] for member in members]
 
     def step(self, groups: Groups, state: State) -> None:
-        """Make one update. If full tensors are stepped, gather them over the axes of each parameter's cuts."""
+        """Make one update. If full tensors are updated, first gather them over the ranks that shard them."""
         for inner, (member, *_) in self._with_gradients():
             pair = (
                 self._copy(self._whole(member, member.weight)),
@@ -231,7 +235,7 @@ class OneByOneStepper(LocalStepper):
             del pair  # free both before the next tensors are gathered
 
     def _with_gradients(self) -> list[tuple[StockOverStandIns, list[Member]]]:
-        """Return, for each stock optimizer with gradients, the optimizer and its members that have a gradient."""
+        """Return each stock optimizer that has parameters with a gradient, together with these parameters."""
         local = (
             each.parameter.grad is not None and each.weight.numel() > 0 for each in self.members
         )

@@ -1,1 +1,1 @@
-"""The parallel axes, one folder each; none imports another."""
+"""Implement the parallel axes (tensor, pipeline, data ...), one folder each; no folder imports another one."""

@@ -323,12 +323,13 @@ def stored_keys(
     plan: Plan,
     embeddings: Any,
 ) -> dict[str, str]:
-    """Map keys of a saved adapter to names of parameters in the plan, by PEFT's own rules.
+    """Map the keys of a saved adapter's file to names of parameters in the plan, by PEFT's own rules. ``whole`` is
+    PEFT's full-size model.
 
-    In addition to adapters, a file contains trained biases, and embeddings if they are adapted. ``embeddings`` is
-    PEFT's ``save_embedding_layers``, whose value ``"auto"`` reads the base model's config, possibly from the Hub. A
-    trained copy of an embedding or a head has two keys in a file with embeddings: ``lm_head.weight``, and the key of
-    its wrapper.
+    Besides adapters, the file contains trained biases, and embeddings if they are adapted. ``embeddings`` is the value
+    of PEFT's ``save_embedding_layers``; ``"auto"`` makes PEFT read the base model's config, possibly from the Hub. If
+    embeddings are saved, a trained copy (``modules_to_save``) of an embedding or a head has two keys: the stock name,
+    such as ``lm_head.weight``, and its name inside PEFT's wrapper.
     """
     adapters = {adapter.name for adapter in plan.adapters}
     live_names: dict[str, str] = {}
@@ -345,8 +346,9 @@ def load_adapter(
     plan: Plan,
     mesh: Mesh,
 ) -> dict[str, Tensor]:
-    """Return this rank's shards of a saved adapter, and set its fixed values in ``whole``; raise
-    :class:`CheckpointError` if names or shapes differ.
+    """Return this rank's shards of the saved adapter ``path``, and write the adapter's fixed (untrained) values, such
+    as VeRA's shared matrices, into ``whole``, PEFT's full-size model. Raise :class:`CheckpointError` if names or shapes
+    in the file differ from those of the model's adapter.
     """
     if is_computed(whole, name):
         raise CheckpointError(
@@ -387,9 +389,9 @@ def _by_parameter(
     keys: Mapping[str, str],
     plan: Plan,
 ) -> dict[str, tuple[str, Tensor]]:
-    """Return the key and the full tensor of each parameter in a saved adapter; ``keys`` maps its keys to parameters.
-    Raise :class:`CheckpointError` if the adapter lacks a parameter, has unexpected keys, or holds two different tensors
-    for one parameter.
+    """Return the key and the full tensor of each parameter in a saved adapter; ``keys`` maps the file's keys to
+    parameters. Raise :class:`CheckpointError` if the adapter lacks a parameter, has unexpected keys, or holds two
+    different tensors for one parameter.
     """
     tensors: dict[str, tuple[str, Tensor]] = {}
     for key in (key for key in keys if key in stored):
@@ -424,8 +426,9 @@ def adapter_tensors(
     among: Set[str] | None = None,
     embeddings: bool | str = "auto",
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a file's tensors by key (only the names in ``among``, if given), full on the ranks ``to``; every rank must
-    exhaust the iterator.
+    """Yield the tensors of the adapter file that PEFT would write, by the file's keys: in full on the ranks ``to``, and
+    nothing on other ranks. With ``among``, yield only these parameters (names in the plan). Every rank must exhaust the
+    iterator, since gathering is collective.
     """
     plan = runtime.plan
     names = {}
@@ -454,7 +457,9 @@ def save_adapter(
     target: Path,
     files: AdapterFiles = AdapterFiles(),
 ) -> None:
-    """Write the adapter; collective. Raise :class:`CheckpointError`, with ``target`` unchanged, if that fails."""
+    """Write the adapter ``name`` into the directory ``target``, in PEFT's format; collective. Raise
+    :class:`CheckpointError`, with ``target`` unchanged, if writing fails.
+    """
     stale = _OLD_WEIGHTS if files.safetensors else WEIGHTS
     with atomic_directory(target, runtime.mesh, stale=(stale,)) as staging:
         arriving = adapter_tensors(
@@ -481,7 +486,9 @@ def _write_card(whole: Any, target: Path, directory: Path) -> None:
 
 
 def _warn_of_experts(runtime: Runtime) -> None:
-    """Warn if engines would ignore the adapters of experts, because engines expect one adapter per expert's name."""
+    """Warn if vLLM and SGLang would ignore adapters of stacked experts, because the base checkpoint names every expert,
+    and these engines look for one adapter under each expert's name.
+    """
     plan = runtime.plan
     bases = [adapter.base for adapter in plan.adapters if adapter.experts]
     # Excludes a router's matrix.
@@ -497,7 +504,9 @@ def _warn_of_experts(runtime: Runtime) -> None:
 
 
 def write_adapter_config(whole: Any, name: str, directory: Path) -> None:
-    """Write ``adapter_config.json``; without a task, it names the base model's class, like PEFT's own config."""
+    """Write ``adapter_config.json`` of the adapter ``name``. If the config has no ``task_type``, the file names the
+    base model's class, like PEFT's own file.
+    """
     config = whole.peft_config[name]
     base = type(whole.get_base_model())
     named = {"base_model_class": base.__name__, "parent_library": base.__module__}

@@ -1,8 +1,8 @@
 """Train only the rows of some tokens (PEFT's ``trainable_token_indices``), in an embedding and a head tied to it.
 
 The rows ``[n, hidden]`` replace ``n`` rows of the weight, which is frozen. All rows are replicated on every tensor
-rank. If the weight is sharded along the vocabulary, a rank computes only with the rows of its own tokens. Its gradient
-is zero for all other rows, and the sum over ranks is the full gradient::
+rank. If the weight is sharded along the vocabulary, a rank computes only with the rows of tokens in its shard. The
+rank's gradient is zero for all other rows, and the sum of the ranks' gradients is the full gradient::
 
     tokens 3, 64, 69 of 70, over 2 ranks    rank 0: row 0 at 3    rank 1: rows 1, 2 at 64 - 35, 69 - 35
 """
@@ -37,8 +37,8 @@ from ...train.runtime.shards import gather_full
 def places_in(
     tokens: Sequence[int], planned: ParameterPlan, ranks: dict[str, int]
 ) -> tuple[list[int], list[int]]:
-    """Return the indices of the ``tokens`` whose rows are in the shard of a weight on the rank at coordinates
-    ``ranks``, and these rows' indices in the shard.
+    """Return two lists about those ``tokens`` whose rows of a weight are in the shard of the rank at coordinates
+    ``ranks``: the tokens' indices in ``tokens``, and their rows' indices in the shard.
     """
     chosen: list[int] = []
     places: list[int] = []
@@ -62,8 +62,8 @@ def with_rows(weight: Tensor, rows: Tensor, chosen: Sequence[int], places: Seque
 
 
 def refuse_unfit(plan: Plan) -> None:
-    """Raise :class:`ConfigError` for tokens that a model lacks, for quantized weights, and over ranks for repeated
-    tokens.
+    """Raise :class:`ConfigError` for ``trainable_token_indices`` that are outside of the vocabulary, that index a
+    quantized weight, or (with several ranks) that contain a token twice.
     """
     quantized = plan.quantized.weights if plan.quantized is not None else ()
     for adapter in plan.adapters:
@@ -87,7 +87,9 @@ def refuse_unfit(plan: Plan) -> None:
 
 
 def wrap_local(model: nn.Module, adapters: Sequence[AdapterParameter]) -> None:
-    """Wrap the modules of a rank's model, with the ties of the full model's wrappers."""
+    """Wrap embeddings and heads of a rank's model in PEFT's ``trainable_token_indices`` wrappers. Wrappers that are
+    tied in the full model share their rows.
+    """
     paths: dict[str, str] = {}
     for adapter in adapters:
         if adapter.kept_in == TOKEN_ROWS:
@@ -98,8 +100,9 @@ def wrap_local(model: nn.Module, adapters: Sequence[AdapterParameter]) -> None:
 
 
 def first_rows(plan: Plan, mesh: Mesh, shares: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the initial rows ``[n, h]`` of adapters of this rank's modules, copied from their weights, by the names of
-    adapters that are not tied to another one; collective over the ranks that hold a weight.
+    """Return the initial values ``[n, h]`` of this rank's trained token rows: copies of the rows of the weight that
+    they replace. Keys are names of parameters in the plan; tied parameters have one entry. Collective over the ranks
+    that hold a weight.
     """
     rows: dict[str, Tensor] = {}
     for adapter in plan.adapters:
@@ -116,7 +119,9 @@ def first_rows(plan: Plan, mesh: Mesh, shares: dict[str, Tensor]) -> dict[str, T
 
 
 def keep_first_rows(model: nn.Module, plan: Plan, mesh: Mesh, rows: dict[str, Tensor]) -> None:
-    """Store the weights' original rows in the wrappers of this rank's ``model``, which replace these rows."""
+    """Store the original rows of each weight in its wrapper on this rank, so that PEFT can restore them when the
+    trained rows, which replace them, are unmerged.
+    """
     for adapter in plan.adapters:
         owner = adapter.tied_to or adapter.name
         if adapter.kept_in == TOKEN_ROWS and plan.is_local(mesh.pp_rank, adapter.name):
@@ -129,7 +134,9 @@ def _layer(model: nn.Module, adapter: AdapterParameter) -> Any:
 
 
 def install_token_rows(runtime: Runtime, sums: PartialSums) -> None:
-    """Let wrappers over several tensor ranks compute with the rows of this rank's tokens."""
+    """Make PEFT's wrappers of weights that are sharded along the vocabulary replace only the rows of tokens in this
+    rank's shard, and sum the gradients of the trained rows over tensor ranks.
+    """
     plan = runtime.plan
     for adapter in plan.adapters:
         partial_here = "tp" in plan.by_name[adapter.name].partial

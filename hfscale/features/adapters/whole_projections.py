@@ -34,13 +34,15 @@ from ...train.runtime.shards import gather_full, local_tensor
 
 
 def whole_paths(plan: Plan) -> list[str]:
-    """Return the projections that are sharded over tensor ranks, but whose adapters need the full projection."""
+    """Return the projections that are sharded over tensor ranks, but whose adapters (OFT, HRA or LoKr) need all of
+    their inputs and outputs.
+    """
     return list(dict.fromkeys(_path(adapter) for adapter in _on_whole(plan)))
 
 
 def refuse_other_modules(plan: Plan) -> None:
-    """Raise :class:`ConfigError` for adapters that need a full module, if this module is sharded but is not a
-    projection of a tensor-parallel block.
+    """Raise :class:`ConfigError` for adapters that need all inputs and outputs of a module (OFT, HRA, LoKr), if the
+    module is sharded, but is not a projection of a tensor-parallel block.
     """
     sides = {name for block in plan.blocks for name in (*block.column, *block.row)}
     across = {name for block in plan.blocks for name, _ in block.across}
@@ -70,7 +72,9 @@ def _path(adapter: AdapterParameter) -> str:
 
 @contextmanager
 def shown_whole(model: nn.Module, plan: Plan, holds: Callable[[str], bool]) -> Iterator[None]:
-    """Give projections that adapters need in full their full sizes, without memory, inside the ``with`` block."""
+    """Inside the ``with`` block, show PEFT the full sizes of projections whose adapters need the full weight: meta
+    tensors, which take no memory, replace their parameters.
+    """
     with ExitStack() as stack:
         frozen: list[tuple[nn.Parameter, nn.Parameter]] = []
         for path in whole_paths(plan):
@@ -97,7 +101,9 @@ def shown_whole(model: nn.Module, plan: Plan, holds: Callable[[str], bool]) -> I
 
 @contextmanager
 def _shown(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace a projection's parameters, and set the sizes of the new weight, inside the ``with`` block."""
+    """Inside the ``with`` block, replace parameters of a projection by ``tensors``, and set its size attributes
+    (``in_features``, for example) to the sizes of the new weight.
+    """
     held = own_parameters(module)
     try:
         with entries_replaced((held, name, value) for name, value in tensors.items()):
@@ -113,7 +119,9 @@ def gathered(planned: ParameterPlan, share: Tensor, mesh: Mesh) -> Tensor:
 
 
 def install_whole_projections(runtime: Runtime) -> None:
-    """Make wrappers compute full projections, with this rank's slices as input and output."""
+    """Make the adapters' wrappers compute with the full weight of their projection, gathered over tensor ranks, while
+    their inputs and outputs remain this rank's shards.
+    """
     for path in whole_paths(runtime.plan):
         if runtime.is_local(f"{path}.weight"):
             wrapper: Any = module_at(runtime.model, path)

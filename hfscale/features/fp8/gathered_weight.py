@@ -58,8 +58,8 @@ class Float8Weight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Return views of the weight, or new plain tensors of its shape and dtype. Raise :class:`ConfigError` for an
-        operator that would read the weight's entries.
+        """Run an operator on the weight if it does not read the weight's entries: return a view of the weight, or a new
+        plain tensor of its shape and dtype. Raise :class:`ConfigError` for all other operators.
         """
         weight = args[0]
         if func is _aten.t.default:

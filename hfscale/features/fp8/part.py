@@ -43,8 +43,8 @@ class Float8(Part):
         self._projections: list[tuple[nn.Module, Float8Projection]] = []
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Replace the forward of the planned projections. This part comes before those that wrap modules: tensor
-        parallelism and recomputation.
+        """Replace the forward of the projections that the plan names, before tensor parallelism and recomputation wrap
+        modules.
         """
         planned = runtime.plan.feature(ProductsPlan)
         assert planned is not None
@@ -63,10 +63,10 @@ class Float8(Part):
     ) -> Iterator[None]:
         """Compute the scales of weights once per step, since weights do not change within a step.
 
-        The scales are computed at the beginning of the step, with one all-reduce per process group for all weights.
-        Only the rowwise scales of weights that data ranks shard are computed later, when the weights are
-        gathered. With schedules without a flush
-        nothing is cached, since their passes use several versions of the weights.
+        At the beginning of the step, one all-reduce per process group computes the scales of all weights. Rowwise
+        scales are exceptions if data ranks shard the weights, or in evaluation: they are computed when a pass first
+        needs them. Schedules without a flush compute scales in every pass, since their passes use several versions of
+        the weights.
         """
         if not self._projections or not runtime.mesh.layout.flushes:
             yield
@@ -95,8 +95,8 @@ def _groups(runtime: Runtime, name: str, projection: Any) -> Float8Groups:
 
 
 def compute(projection: Any, x: Tensor) -> Tensor:
-    """Return the output of ``projection`` for ``x`` in fp8, by the products that ``overlap.multiply_by`` has
-    set.
+    """Return the output of ``projection`` for ``x`` in fp8, computed by the :class:`Float8Projection` that
+    :meth:`Float8.install` has attached to the module.
     """
     if not torch.compiler.is_compiling():
         return _with_deferred_weight(projection, x)
@@ -140,11 +140,11 @@ class _InEightBits:
 
 
 class Float8Gather(Part):
-    """All-gather the weights in 8 bits that the plan names for it."""
+    """All-gather in 8 bits, over data ranks, the weights that the plan chooses for this."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Install 8-bit encodings into FSDP2's all-gathers. This part comes after the data axes, which shard
-        weights.
+        """Make FSDP2 all-gather the weights that the plan names in 8 bits; installed after the data axes have sharded
+        the weights.
         """
         encodings: dict[nn.Module, _InEightBits] = {}
         for name in filter(runtime.is_local, sorted(gathered_in_8_bits(runtime.plan))):

@@ -92,10 +92,10 @@ def _refuse_parts(draft: Draft, chosen: tuple[str, ...]) -> None:
 
 
 def multiplies_in_8_bits(model: Planned) -> bool:
-    """Return whether projections are planned in fp8."""
+    """Return whether the plan contains linear projections that compute in fp8."""
     return model.plan.feature(ProductsPlan) is not None
 
 
 def gathers_in_8_bits(model: Planned) -> bool:
-    """Return whether weights are gathered in fp8."""
+    """Return whether data ranks all-gather weights in fp8."""
     return bool(gathered_in_8_bits(model.plan))

@@ -102,7 +102,7 @@ class Float8Projection:
         self.shared: _ByDim | None = None
 
     def __call__(self) -> "Float8Products":
-        """Return the products of a new forward and backward pass."""
+        """Return a new :class:`Float8Products`, which computes the products of one forward and backward pass."""
         return Float8Products(self.groups, self.rowwise, self.shared)
 
     def __deepcopy__(self, memo: Any) -> "Float8Projection":
@@ -151,8 +151,8 @@ def share_weight_scales(
 
 
 class Float8Products(Products):
-    """Compute the products of one forward and backward pass in 8 bits. The arguments are the attributes of
-    :class:`Float8Projection`.
+    """Compute the products of one forward and backward pass in 8 bits. ``groups`` and ``rowwise`` are those of
+    :class:`Float8Projection`; ``shared`` holds scales of the weight that several passes use.
     """
 
     agrees = True
@@ -185,7 +185,9 @@ class Float8Products(Products):
             products.scales["grad"] = scale
 
     def reads(self, x: Tensor, dtype: torch.dtype) -> None:
-        """Use the same scale of ``x`` as the other projections that read ``x``; see :class:`Products`."""
+        """Let all projections that read ``x`` share one scale of ``x``, which is then computed once. ``dtype`` is the
+        dtype to which ``x`` will be cast; see :class:`Products`.
+        """
         scales = x.__dict__.setdefault(_SCALES, {})  # lives as long as the input
         self._shared["x"] = scales.setdefault(
             (version_of(x), dtype, *self.groups.sharing("x", None)), {}
@@ -205,7 +207,7 @@ class Float8Products(Products):
         return weight
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output in the dtype of ``x`` (after autocast)."""
+        """Return the output ``[..., out]`` in the dtype of ``x``, to which autocast has already been applied."""
         self.dtype = x.dtype
         rows = self._scaled("x", x.reshape(-1, x.shape[-1]), 1)
         product = _product(
@@ -225,7 +227,9 @@ class Float8Products(Products):
         return _product(rows, self._weight(weight, 0), grad.dtype)
 
     def to_weight(self, grad: Tensor, x: Tensor, transposed: bool) -> Tensor:
-        """Return the gradient of the weight; see :class:`Products`."""
+        """Return the gradient of the weight, ``[out, in]``, or ``[in, out]`` if ``transposed``, for the input
+        ``x [n, in]`` and the gradient of the output, ``grad [n, out]``.
+        """
         outputs = self._scaled("grad", grad, 0, by_columns=True)
         inputs = self._scaled("x", x, 0, by_columns=True)
         product = _product(outputs.t(), inputs, grad.dtype)
@@ -245,7 +249,9 @@ class Float8Products(Products):
         along: int,
         by_columns: bool = False,
     ) -> _Scaled:
-        """Return ``matrix`` in 8 bits. ``along`` is the contracted dim; each row along it has one rowwise scale."""
+        """Return ``matrix`` in 8 bits. ``along`` is the contracted dim; with rowwise scales, each row along this dim
+        has its own scale.
+        """
         scale = self._scale(name, matrix, along if self.rowwise else None)
         dtype = self._dtype_of(name)
         data = (
@@ -291,7 +297,9 @@ class Float8Products(Products):
 def compiled_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, products: "Float8Products"
 ) -> Tensor:
-    """Return the output of a linear projection in fp8, in a form that torch.compile can trace, bit for bit the same."""
+    """Return the output of a linear projection in fp8, in a form that torch.compile can trace. The output is bit for
+    bit that of ``products`` without torch.compile.
+    """
     return _CompiledLinear.apply(
         x, weight, bias, products.of_weight(), products.groups, products.rowwise
     )

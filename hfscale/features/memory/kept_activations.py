@@ -149,10 +149,14 @@ class LayerPass:
 
 
 _PAIR = 2
-"""Tensors whose last dim has at most this size do not count as rows: rotary embeddings view numbers as pairs."""
+"""Largest last dim with which a saved tensor is not treated as a matrix of rows, because rotary embeddings view numbers
+as pairs. (A tensor with one number per row of an earlier matrix is kept exact.)
+"""
 
 Kept = tuple[LayerPass, Stored | Tensor, tuple[torch.Size, tuple[int, ...]] | None]
-"""The layer's forward pass, the stored or unchanged tensor, and size and stride if a stored tensor is viewed."""
+"""What a saved-tensor hook keeps: the layer's forward pass; the stored or unchanged tensor; and size and stride of the
+saved tensor if it is stored flat, otherwise ``None``.
+"""
 
 
 def _shape_of(module: nn.Module) -> tuple[int, ...]:
@@ -204,8 +208,9 @@ class KeptActivations(Part):
         return metrics
 
     def _wrap(self, layer: nn.Module, rounds_routes: bool) -> None:
-        """Wrap a layer's forward in saved-tensor hooks. ``rounds_routes``: an MoE layer's input is compressed, so the
-        forward raises :class:`ConfigError` if transformers would recompute the layer from it.
+        """Wrap a layer's forward in saved-tensor hooks. ``rounds_routes``: the model has MoE layers whose inputs are
+        compressed. If transformers would recompute a layer from this input, which may send tokens to other experts than
+        the original pass, the forward raises :class:`ConfigError`.
         """
         forward = layer.forward
 

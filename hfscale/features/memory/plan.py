@@ -186,8 +186,9 @@ def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _refuse_other_attention(draft: Draft) -> None:
-    """Report a problem (raised when the plan ``draft`` is complete) for sharded sequences, and for models that do not
-    look up attention in ``ALL_ATTENTION_FUNCTIONS``: selective recomputation replaces attention in this table.
+    """Report a problem (raised when the plan ``draft`` is complete) if selective recomputation, which replaces
+    attention in transformers' ``ALL_ATTENTION_FUNCTIONS``, cannot work: because context parallelism shards sequences,
+    or because the model does not look up its attention in this table.
     """
     if draft.layout.cuts_sequences:
         draft.problem(

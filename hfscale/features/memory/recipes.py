@@ -142,8 +142,9 @@ class Filled:
         return self.value
 
     def free(self) -> None:
-        """Free ``value`` if no saved tensor waits for it, or if it can be recomputed and no unread saved tensor is a
-        view of it. A kept value stays while a saved tensor waits, since it can be read only once.
+        """Free ``value`` in two cases: no unread saved tensor may need this memory; or the value can be recomputed, and
+        no unread saved tensor is a view of this memory. A value that was kept can be read only once, so only the first
+        case frees it.
         """
         # With retain_graph, ``waiting`` may be negative: everything may be read again.
         if self.waiting <= 0 or (self.kept is None and self.saved <= 0):
@@ -151,7 +152,9 @@ class Filled:
 
 
 class Read(NamedTuple):
-    """Stand for a tensor argument of a recorded operator: a layout in some memory."""
+    """Stand for a tensor argument of a recorded operator: the memory that contains the tensor, and the tensor's size,
+    stride, offset and dtype.
+    """
 
     filled: Filled | None  # ``None``: the tensor into which the operator writes
     layout: Layout

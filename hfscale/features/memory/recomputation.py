@@ -1,8 +1,9 @@
 """Recompute modules in the backward pass (activation checkpointing).
 
-The ``forward`` of the modules that the plan names runs in torch's ``checkpoint``, inside of their hooks. The
-communication of a block's hooks is therefore repeated if the whole layer is recomputed, but not if only the block is
-recomputed. Recomputation runs with the RNG state, autocast and function modes of the original forward pass.
+The ``forward`` of the modules that the plan names runs in torch's ``checkpoint``. The hooks of a tensor-parallel block
+(attention or MLP), which communicate, stay outside of the block's checkpoint. The communication is therefore repeated
+if the whole layer is recomputed, but not if only the block is recomputed. Recomputation runs with the RNG state,
+autocast and function modes of the original forward pass.
 """
 
 import inspect

@@ -49,7 +49,9 @@ class SavedBytes:
         return sum(self._now.values())
 
     def add(self, kind: str, size: int) -> None:
-        """Record that ``size`` bytes of a kind are saved, or freed if ``size`` is negative."""
+        """Record that ``size`` bytes of a ``kind`` (``"layers"``, ``"head"``, or ``"around"`` for all others) are
+        saved, or freed if ``size`` is negative.
+        """
         self._now[kind] += size
         setattr(self, kind, max(getattr(self, kind), self._now[kind]))
         self.total = max(self.total, self.now)
@@ -59,8 +61,8 @@ class SavedBytes:
 def count_saved(
     model: nn.Module, layers: Iterable[str], head: str | None = None
 ) -> Iterator[SavedBytes]:
-    """Count the bytes that forward passes of ``model`` save inside the with block. ``layers`` are the names of layers,
-    those on other ranks are ignored; ``head`` is the name of the head.
+    """Count the bytes that forward passes of ``model`` save for backward inside the with block. ``layers`` names the
+    layers (layers on other ranks are ignored), and ``head`` names the head.
     """
     saved = SavedBytes()
     with SavedCounter(model, layers, head, saved.add):
@@ -73,8 +75,9 @@ class SavedCounter:
     Args:
         layers: names of the layers.
         head: name of the head, if it is on this rank.
-        note: called with a kind (``"layers"``, ``"around"``, ``"head"``) and bytes that are saved, or freed if
-        negative. copies: keys of further storages that do not count (copies of parameters); may be extended later.
+        note: called when a storage is saved, with its kind (``"layers"``, ``"head"``, or ``"around"`` for all others)
+            and its bytes; called with negative bytes when it is freed.
+        copies: keys of further storages that do not count (copies of parameters); may be extended later.
     """
 
     def __init__(
@@ -128,7 +131,9 @@ class SavedCounter:
             handle.remove()
 
     def kind_of(self, tensor: Tensor) -> str:
-        """Return the kind of ``tensor``, which is being saved: ``"layers"``, ``"head"`` or ``"around"``."""
+        """Return the kind of ``tensor``, which is being saved: ``"layers"`` inside a layer; elsewhere ``"head"`` if the
+        tensor has the shape of the head's weight, else ``"around"``.
+        """
         return "layers" if self._depth else "head" if self.is_of_head(tensor) else "around"
 
     def is_of_head(self, tensor: Tensor) -> bool:

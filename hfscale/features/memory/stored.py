@@ -51,7 +51,7 @@ class Stored:
         self.readers, self.size, self._tensor = 0, tensor.numel() * tensor.element_size(), tensor
 
     def fetch(self) -> None:
-        """Begin to copy the tensor back to its device; nothing to do here."""
+        """Do nothing, since the tensor is already on its device; subclasses begin to copy it back."""
 
     def read(self) -> Tensor:
         """Return the tensor, on its device."""

@@ -44,7 +44,8 @@ def check_kernels(
         family: the config's ``model_type``.
 
     Raises:
-        ConfigError: Liger is not installed, or has no such kernels for this family or device.
+        ConfigError: Liger is not installed, lacks kernels for this family, or one that ``asked`` names, or the device
+            is a CPU without Triton's interpreter.
     """
     said = f"use_liger_kernel={asked!r}"
     if not is_installed():
@@ -72,7 +73,7 @@ class LigerKernels(Part):
     """Install Liger's kernels if ``use_liger_kernel`` requests them."""
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Install the kernels. This part comes before those that wrap modules: tensor parallelism and recomputation."""
+        """Install the kernels, before tensor parallelism and recomputation wrap modules."""
         asked: Any = runtime.options.use_liger_kernel
         model = runtime.model
         for parameter in model.parameters():

@@ -99,12 +99,16 @@ class ParameterCasts(Part):
                 module.forward.__wrapped__ = forward  # transformers inspects its signature
 
     def around_step(self, runtime: Runtime, *_: Any, **__: Any) -> AbstractContextManager[None]:
-        """Use the same copies for all microbatches of a step if all parameters are cast."""
+        """With ``mixed_precision="bf16_params"``, let all microbatches of a step use the same 16-bit copies of the
+        parameters.
+        """
         return sharing(Casts()) if runtime.options.casts_parameters else nullcontext()
 
     @contextmanager
     def around_interleaved(self, runtime: Runtime, backward: bool) -> Iterator[None]:
-        """Use the same copies inside the with block, in which the weights do not change."""
+        """Let all passes inside the with block, in which the weights do not change, use the same 16-bit copies of
+        parameters.
+        """
         again = recomputes(runtime.contents.modules)
         with sharing(Casts()), nullcontext() if again else autocast_remembers():
             yield
@@ -174,8 +178,9 @@ class LossScaling(Part):
           yes   .grad is None everywhere, so any optimizer changes nothing; the scale shrinks
 
     The arithmetic is that of ``torch.amp.GradScaler``, which considers only the gradients of one process. FSDP2
-    averages the gradients that it reduces, so the loss is divided by the number of data ranks: activations then get the
-    same gradients as in one process.
+    averages gradients over data ranks, for which the data axes multiply the loss by the number of data ranks. Here the
+    loss is divided by this number, and the reduced gradients are multiplied by it, so that the gradients of activations
+    are as large as in one process.
 
     Attributes:
         scale: the current scale of the loss.
@@ -201,7 +206,9 @@ class LossScaling(Part):
         runtime.model.register_forward_pre_hook(self._refuse_unscaled)
 
     def loss_factor(self, runtime: Runtime) -> float:
-        """Return the factor of the loss: the scale, divided by the number of data ranks."""
+        """Return the factor by which loss scaling multiplies the loss: the scale, divided by the number of data ranks,
+        since the data axes multiply the loss by this number.
+        """
         return self.scale / runtime.mesh.data_world
 
     @contextmanager
@@ -240,14 +247,18 @@ class LossScaling(Part):
             self.growth = 0
 
     def _expect(self, runtime: Runtime, scale: float | None) -> None:
-        """Set the gradient of the loss with which backward passes must begin in this step; ``None`` outside a step."""
+        """Set the gradient of the loss, equal to the loss scale, with which backward passes must begin in this step;
+        ``None`` outside a step.
+        """
         self._within = scale is not None
         # Hfscale's loss computes gradients in the forward pass; a user's loss does not
         if runtime.loss is not None:
             runtime.loss.expected_gradient = 1.0 if scale is None else scale
 
     def metrics(self, runtime: Runtime) -> Mapping[str, float]:
-        """Return the scale, the number of steps since it changed, and the skipped steps."""
+        """Return the loss scale, the number of steps since it changed, the number of skipped steps, and whether the
+        last step was skipped.
+        """
         return {
             "loss_scale": self.scale,
             "steps_since_loss_scale_changed": self.growth,
@@ -256,7 +267,7 @@ class LossScaling(Part):
         }
 
     def state(self, runtime: Runtime) -> dict[str, Any]:
-        """Return the scale and counts for a resumed run."""
+        """Return what a resumed run needs: the loss scale, the steps since it changed, and the skipped steps."""
         return {
             "scale": self.scale,
             "growth": self.growth,
@@ -265,7 +276,7 @@ class LossScaling(Part):
         }
 
     def put_state(self, runtime: Runtime, state: dict[str, Any]) -> None:
-        """Restore the scale and counts."""
+        """Restore the loss scale, the number of steps since it changed, and the number of skipped steps."""
         self.scale, self.growth = float(state["scale"]), int(state["growth"])
         self.skipped, self.overflowed = int(state["skipped"]), bool(state["overflowed"])
 

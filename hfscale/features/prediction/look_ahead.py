@@ -1,4 +1,6 @@
-"""Compute the tokens and targets of multi-token prediction: those further ahead of every position."""
+"""Compute the inputs and targets of multi-token prediction: at depth ``k``, the input of a position is the token ``k``
+positions later, and its target is the token after this one.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -51,10 +51,11 @@ class MultiTokenPrediction(Part):
         self._latest: Tensor | None = None  # the same sums of the last step, over all ranks
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Install hooks on the rank that has the MTP layers. This part comes after the loss is installed.
+        """Install hooks on the rank that has the MTP layers, after the model's loss is installed.
 
         Raises:
-            ConfigError: the embedding has an adapter, or a layer whose masks are needed is not on the last stage.
+            ConfigError: the embedding has an adapter, or an MTP layer needs the masks of a layer that is not on
+                the last stage.
         """
         planned = runtime.plan.feature(PredictionPlan)
         stages = runtime.plan.stages

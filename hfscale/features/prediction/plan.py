@@ -14,12 +14,16 @@ from ...plan.drafting.draft import Draft, Planned
 
 IDS = "mtp_input_ids"
 TARGETS = "mtp_labels"
-"""Arguments of a forward pass, ``[b, depths, s]``, that are not passed to the stock model."""
+"""Name of the MTP layers' targets in a batch, ``[b, depths, s]``. Like the inputs (``IDS``), the targets are removed
+from the arguments before the stock model is called.
+"""
 
 
 @dataclass(frozen=True)
 class PredictionPlan(Feature):
-    """Plan the MTP layers, which predict tokens further ahead (DeepSeek-AI 2024, V3, section 2.2)."""
+    """Plan the MTP layers: layer ``k`` predicts the token ``k`` positions after the next one (DeepSeek-AI 2024, V3,
+    section 2.2).
+    """
 
     layers: tuple[str, ...]  # the MTP layers, one for each depth
     # for each MTP layer, a layer of the model of the same kind, whose masks it receives
@@ -33,7 +37,7 @@ class PredictionPlan(Feature):
 
     @property
     def batch_fields(self) -> tuple[BatchField, ...]:
-        """The ids and targets of tokens further ahead, as fields of a batch."""
+        """The inputs and targets of the MTP layers, as fields of a batch."""
         return (BatchField(IDS, -1, is_target=True), BatchField(TARGETS, -1, is_target=True))
 
     def fill(
@@ -41,8 +45,8 @@ class PredictionPlan(Feature):
         batch: Mapping[str, Any],
         shift: int,
     ) -> dict[str, Tensor]:
-        """Return the ids and targets of tokens further ahead. They are computed before the batch is sharded, because
-        after sharding these tokens may be on another rank.
+        """Return the inputs and targets of the MTP layers. They are computed before the batch is sharded, because after
+        sharding the later tokens that a position needs may be on another rank.
         """
         from .look_ahead import look_ahead
 

@@ -70,8 +70,8 @@ def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
 
 
 def beside_quantized(model: nn.Module) -> Iterator[Any]:
-    """Yield the tensors, like scales, that are needed in addition to the quantized values to dequantize ``model``'s
-    weights; ``None`` for missing tensors.
+    """Yield the tensors, like scales, that ``model`` holds in addition to its quantized values, in order to dequantize
+    them; ``None`` in place of each tensor that a module does not have.
     """
     for module in model.modules():
         if type(module).__name__ == ROWS:

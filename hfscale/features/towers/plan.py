@@ -61,8 +61,8 @@ def _around_text(draft: Draft, text: str) -> list[str]:
 
 
 def _first_layers(fields: Mapping[str, Any]) -> int:
-    """Return the number of first layers after which features of pictures are added: one per listed layer of the
-    tower.
+    """Return the number of the text model's first layers after which features of pictures are added to hidden states:
+    one for each layer of the tower in the config's ``deepstack_visual_indexes``.
     """
     inside = (_first_layers(value) for value in fields.values() if isinstance(value, dict))
     return max([len(fields.get(_FEATURES) or ()), *inside])

@@ -62,8 +62,10 @@ class Accelerator(accelerate.Accelerator):
     Pass the model to :meth:`prepare` together with, or before, the data loaders. The arguments are those of
     ``accelerate.Accelerator``, except arguments that would shard the model a second time.
 
-    Numbers of processes are numbers of distinct batches of a step, which are known when a model has been built, even
-    before :meth:`prepare`. ``is_main_process`` and similar attributes refer to real processes.
+    ``num_processes`` is the number of distinct batches in a step, and ``process_index`` the index of this rank's batch:
+    ranks that differ only in model-parallel coordinates (tensor ranks, for example) share one batch. Both are known as
+    soon as a model has been built, even before :meth:`prepare`. ``is_main_process`` and similar attributes refer to
+    real processes.
 
     Attributes:
         serves_hfscale: marks this class; Accelerate's own class raises for models that are sharded over ranks.
@@ -126,7 +128,9 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """Return the number of distinct batches in a step; before a model has been built, the number of processes."""
+        """Return the number of distinct batches in a step, where ranks that share a batch (tensor ranks, for example)
+        count once; before a model has been built, return the number of processes.
+        """
         mesh = self._mesh_so_far
         told = int(self.state.num_processes) if mesh is None else mesh.batch_world
         if self._runtime is None:
@@ -135,7 +139,9 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def process_index(self) -> int:
-        """Return the index of this rank's distinct batch."""
+        """Return the index of this rank's batch within a step, which is equal on ranks that share a batch (tensor
+        ranks, for example); before a model has been built, return the index of the process.
+        """
         return (
             int(self.state.process_index)
             if (mesh := self._mesh_so_far) is None
@@ -150,7 +156,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare like Accelerate; models of transformers must be parallelized, and are returned unchanged.
 
-        Other modules are prepared by Accelerate (DDP), if every process has its own batch.
+        Other modules are prepared by Accelerate (as DDP), which requires that no two processes share a batch.
         """
         models = [obj for obj in args if isinstance(obj, nn.Module)]
         for model in models:
@@ -194,7 +200,9 @@ class Accelerator(accelerate.Accelerator):
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Give each distinct batch rank its samples; ranks that share a batch get the same samples."""
+        """Prepare a loader that yields the samples of this rank's batch; ranks that share a batch (tensor ranks, for
+        example) get the same samples.
+        """
         if is_prepared(data_loader):
             return note(self._prepared.loaders, data_loader)
         if self._is_stock:
@@ -240,14 +248,16 @@ class Accelerator(accelerate.Accelerator):
         return note(self._prepared.loaders, loader)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader over the rest of an epoch, like Accelerate."""
+        """Return a loader that skips the first ``num_batches`` batches of the epoch, like Accelerate."""
         rest = super().skip_first_batches(dataloader, num_batches)
         if not self._is_stock:
             self._follow_one_process(rest)
         return rest
 
     def _follow_one_process(self, loader: Any) -> None:
-        """Give workers of ranks that share a batch the same seeds, and count the last rows of a stream."""
+        """Give the loader's workers equal seeds on ranks that share a batch; for a stream, let the loader record how
+        many rows of the last step are not padding.
+        """
         seed_workers_alike(loader, self.mesh, self._worker_seeds)
         if isinstance(getattr(loader, "collate_fn", None), CollateLast):
             count_last_batch(loader)
@@ -287,14 +297,16 @@ class Accelerator(accelerate.Accelerator):
         return super().free_memory(*objects)
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate the tensors of distinct batch ranks along the first dim: every sample once, in batch order."""
+        """Concatenate the ranks' tensors along the first dim, in batch order. Ranks that share a batch (tensor ranks,
+        for example) count once, so every sample occurs once.
+        """
         if self._is_stock:
             return super().gather(tensor)
         return gather_batches(self.mesh, tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather over distinct batches, without the duplicates that pad the last batch; objects are gathered into one
-        list.
+        """Gather the ranks' data like :meth:`gather`, without the duplicates that pad the last batch; objects are
+        gathered into one list.
         """
         if self._is_stock or (not use_gather_object and holds_tensors_alone(input_data)):
             return super().gather_for_metrics(input_data, use_gather_object)
@@ -315,7 +327,9 @@ class Accelerator(accelerate.Accelerator):
         return True
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Return the sum or mean over the distinct batch ranks."""
+        """Return the sum or mean of the ranks' tensors, times ``scale``; ranks that share a batch (tensor ranks, for
+        example) count once.
+        """
         if self._is_stock:
             return super().reduce(tensor, reduction, scale)
         return reduce_batches(self.mesh, tensor, reduction, scale)
@@ -375,7 +389,9 @@ class Accelerator(accelerate.Accelerator):
     def save_model(
         self, model: nn.Module, save_directory: Any, max_shard_size: Any = "5GB", **more: Any
     ) -> None:
-        """Write a plain Hugging Face directory; call it on every rank."""
+        """Write the full model as a plain Hugging Face directory, which stock transformers can load; call it on every
+        rank.
+        """
         if is_plain(model):
             super().save_model(model, save_directory, max_shard_size, **more)
             return
@@ -384,8 +400,9 @@ class Accelerator(accelerate.Accelerator):
     def save_state(
         self, output_dir: Any = None, safe_serialization: bool = True, **more: Any
     ) -> str:
-        """Write the training state, for any layout (:func:`hfscale.save_state`), to ``output_dir`` or to a directory
-        that the project names. Then call the hooks of :meth:`register_save_state_pre_hook`. Call it on every rank.
+        """Write the training state, for any layout (:func:`hfscale.save_state`), to ``output_dir``, or with
+        ``automatic_checkpoint_naming=True`` to the project's next numbered directory. Then call the hooks of
+        :meth:`register_save_state_pre_hook`. Call it on every rank.
         """
         if self._is_stock:
             return str(super().save_state(output_dir, safe_serialization, **more))
@@ -427,7 +444,9 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def _is_stock(self) -> bool:
-        """Return whether no hfscale model is prepared, and no built model makes processes share a batch."""
+        """Return whether Accelerate's own code can run unchanged: no model of hfscale is prepared, and every process of
+        the latest model that was built, if any, has its own batch.
+        """
         mesh = latest_mesh()
         return self._runtime is None and (
             mesh is None or mesh.batch_world == mesh.layout.total_size

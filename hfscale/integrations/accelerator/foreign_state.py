@@ -1,10 +1,12 @@
-"""Resume from a directory of Accelerate's own ``save_state``, from any number of processes, plain or FSDP2-sharded::
+"""Resume from a directory of Accelerate's own ``save_state``, from any number of processes, plain or FSDP2-sharded.
 
-model.safetensors, pytorch_model.bin     or pytorch_model_fsdp_0/     the model's weights
-optimizer.bin                            or optimizer_0/              moments and groups
-scheduler.bin, scheduler_1.bin                                        schedules
-random_states_0.pkl                                                   random streams, if one per distinct batch
-sampler.bin                                                           the order of data: not read
+::
+
+    model.safetensors, pytorch_model.bin     or pytorch_model_fsdp_0/     the model's weights
+    optimizer.bin                            or optimizer_0/              moments and groups
+    scheduler.bin, scheduler_1.bin                                        schedules
+    random_states_0.pkl                      RNG states: read if there are as many as distinct batches in a step
+    sampler.bin                              the order of data: not read
 """
 
 import logging
@@ -60,9 +62,10 @@ def load_accelerates(
 
 
 def _restore_streams(runtime: Runtime, directory: Path) -> bool:
-    """Restore the random streams of the process that had this rank's batches; return whether it did.
+    """Restore the RNG states of Accelerate's process whose batches this rank gets; return whether they were restored.
 
-    Streams are restored only if the directory has as many processes' streams as there are distinct batches.
+    They are restored only if the directory has states of as many processes as there are distinct batches in a step
+    (ranks that share a batch count once).
     """
     mesh = runtime.mesh
     if len(list(directory.glob(f"{_STREAMS}_*.pkl"))) != mesh.batch_world:

@@ -1,4 +1,4 @@
-"""Gather and reduce over distinct batches, each of which several ranks may share."""
+"""Gather and reduce over ranks so that ranks that share a batch (tensor ranks, for example) count once."""
 
 from operator import itemgetter
 from typing import Any
@@ -12,7 +12,9 @@ from ...distributed.mesh import Mesh
 
 
 def gather_batches(mesh: Mesh, tensors: Any) -> Any:
-    """Concatenate tensors of distinct batch ranks along the first dim, in batch order."""
+    """Concatenate the ranks' tensors along the first dim, in batch order; ranks that share a batch (tensor ranks, for
+    example) count once.
+    """
     groups = mesh.batch_groups
 
     def gather_one(local: Tensor) -> Tensor:
@@ -27,7 +29,9 @@ def gather_batches(mesh: Mesh, tensors: Any) -> Any:
 
 
 def reduce_batches(mesh: Mesh, tensors: Any, reduction: str, scale: float) -> Any:
-    """Return the sum or mean of tensors over distinct batch ranks, times ``scale``."""
+    """Return the sum or mean of the ranks' tensors, times ``scale``; ranks that share a batch (tensor ranks, for
+    example) count once.
+    """
 
     def reduce_one(local: Tensor) -> Tensor:
         total = local.clone()
@@ -39,7 +43,9 @@ def reduce_batches(mesh: Mesh, tensors: Any, reduction: str, scale: float) -> An
 
 
 def gather_objects(mesh: Mesh, objects: Any) -> list[Any]:
-    """Return the objects of all distinct batch ranks in one list, in batch order."""
+    """Return the objects of all ranks in one list, in batch order; ranks that share a batch (tensor ranks, for example)
+    count once.
+    """
     told = mesh.all_gather_object((mesh.batch_rank, objects))
     by_batch: dict[int, Any] = {}
     for batch_rank, of_rank in told:  # ranks that share a batch have the same objects

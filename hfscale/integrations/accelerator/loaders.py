@@ -68,13 +68,17 @@ class OneOrder(Sampler[int]):
         self._resumed = state["began"]
 
     def leave_off(self) -> None:
-        """Record the RNG's current state, from which the process continues after the saved epoch's order is drawn."""
+        """Record the RNG's current state. A resumed run sets the RNG to it after the order of the interrupted epoch has
+        been drawn again.
+        """
         self._left_off = torch.random.get_rng_state()
 
 
 @dataclass
 class _OfLastStep:
-    """Mark an example of a stream's last step, which has only ``left`` new examples over all ranks."""
+    """Mark an example of a stream's last step, in which only ``left`` examples of all ranks are new, and the remaining
+    ones are padding.
+    """
 
     example: Any
     left: int
@@ -109,7 +113,9 @@ class StreamShare(IterableDatasetShard):
 
 
 class PositionedShare(StreamShare):
-    """Divide a stream that has a position; after each batch, the position equals the position in one process."""
+    """Divide a stream with a ``state_dict`` over ranks. After each batch, the stream's position is that of one process,
+    because every rank reads the whole stream.
+    """
 
     def state_dict(self) -> Any:
         """Return the stream's position."""
@@ -121,13 +127,15 @@ class PositionedShare(StreamShare):
 
 
 class CollateLast:
-    """Wrap ``collate`` to mark the last batch of a :class:`StreamShare`."""
+    """Wrap ``collate``, a loader's collate function, to mark the batch of a stream's last step, which may contain
+    padding (:class:`StreamShare`).
+    """
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
 
     def __call__(self, examples: list[Any]) -> Any:
-        """Collate examples; examples of a last step become a :class:`~hfscale._compat.accelerate.LastBatch`."""
+        """Collate examples; the last step's batch becomes a :class:`~hfscale._compat.accelerate.LastBatch`."""
         marked = [example for example in examples if isinstance(example, _OfLastStep)]
         if not marked:
             return self._collate(examples)
@@ -141,8 +149,9 @@ def dealt(
     split: bool,
     kind: type[IterableDatasetShard] = StreamShare,
 ) -> Any:
-    """Return a copy of the loader for one distinct batch's examples; with ``split``, each batch of the loader is
-    divided over ranks.
+    """Return a copy of ``loader``, a stream's loader, that yields only batch ``index`` of the ``batches`` distinct
+    batches of each step. With ``split``, these are the parts of one batch of ``loader``; otherwise each is as large as
+    a batch of ``loader``.
     """
     size = loader.batch_size // batches if split else loader.batch_size
     if kind is StreamShare and hasattr(loader.dataset, "state_dict"):

@@ -14,8 +14,8 @@ from ...errors import ConfigError
 
 
 def directory_to_save(accelerator: Any, given: Any, mesh: Mesh) -> Path:
-    """Return the directory for a state: the project's name if it names states (then collective), otherwise
-    ``given``.
+    """Return the directory in which to save a state. With ``automatic_checkpoint_naming=True``, this is the project's
+    next numbered directory, and the call is collective; otherwise it is ``given``.
     """
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming:

@@ -1,5 +1,5 @@
-"""Handle models that every rank holds in full: reward models and references that are only evaluated, and plain
-modules.
+"""Handle models that every rank holds in full: reward models and references that are only evaluated, and modules that
+are no transformers models.
 """
 
 from collections.abc import Iterable
@@ -18,8 +18,8 @@ from ...train.runtime import find_runtime
 
 @torch.no_grad()
 def agree_on_weights(model: nn.Module, mesh: Mesh) -> None:
-    """Give every rank the first rank's weights, because each rank draws weights that a checkpoint lacks (a head);
-    collective.
+    """Give every rank the first rank's weights; collective. Weights that a checkpoint lacks (a new head, for example)
+    would otherwise differ between ranks, since each rank initializes them at random.
     """
     if mesh.control is None:
         return
@@ -40,8 +40,8 @@ def is_plain(model: nn.Module) -> bool:
 
 
 def check_beside(modules: Iterable[nn.Module], mesh: Mesh) -> None:
-    """Raise :class:`ConfigError` for plain modules if ranks share a batch, because DDP averages their gradients over
-    all processes.
+    """Raise :class:`ConfigError` for ``modules``, which are no transformers models, if ranks share a batch, because DDP
+    averages their gradients over all processes.
     """
     layout = mesh.layout
     for module in modules:
@@ -54,7 +54,7 @@ def check_beside(modules: Iterable[nn.Module], mesh: Mesh) -> None:
 
 
 def parameter_ids(holders: Iterable[Any]) -> set[int]:
-    """Return the identities of the parameters of modules, or of optimizers."""
+    """Return the ``id`` of every parameter of the modules or optimizers ``holders``."""
     ids = set[int]()
     for holder in holders:
         groups = getattr(holder, "param_groups", None) or [{"params": holder.parameters()}]

@@ -76,7 +76,7 @@ def counted_step(
     stock: _Step,
 ) -> _Result:
     """Run an evaluation step whose loss is TRL's mean over rows or pairs. Of this rank's ``known[0]`` rows or pairs,
-    only the first ``known[1]`` count.
+    only the first ``known[1]`` count, since the others only pad the batch.
     """
     accelerator = trainer.accelerator
     repeated = accelerator.gather(
@@ -104,7 +104,8 @@ def unknown_step(
     stock: _Step,
 ) -> _Result:
     """Run an evaluation step with a loss of unknown kind: either a mean over rows, or a sum divided by the number of
-    labels on all data ranks. Of this rank's ``known[0]`` rows, only the first ``known[1]`` count.
+    labels on all data ranks. Of this rank's ``known[0]`` rows, only the first ``known[1]`` count, since the others only
+    pad the batch.
     """
     accelerator = trainer.accelerator
     with evaluated_as_trained(trainer) as divided:
@@ -131,8 +132,8 @@ def unknown_step(
 def prediction_step(
     trainer: Any, model: nn.Module, inputs: Batch, loss_only: bool, ignore_keys: Any, stock: _Step
 ) -> _Result:
-    """Return the loss over all distinct batches, and logits and labels of this rank's batch; ``stock`` is Trainer's
-    step.
+    """Return the loss over the batches of all data ranks, and the logits and labels of this rank's batch; ``stock`` is
+    Trainer's own step.
     """
     smoothing = trainer.args.label_smoothing_factor
     stages = trainer.runtime.plan.stages is not None
@@ -157,7 +158,9 @@ def prediction_step(
 def _by_steps(
     trainer: Any, model: nn.Module, inputs: Batch, counted: Batch, loss_only: bool
 ) -> _Result:
-    """Run :func:`hfscale.eval_step`; ``counted`` is the batch without repeated rows."""
+    """Run :func:`hfscale.eval_step`. ``counted`` is the batch ``inputs`` without its padding rows, which repeat other
+    rows, or with these rows' labels ignored.
+    """
     loss_of = trainer.runtime.loss
     rows = rows_of(inputs)
     labelled = inputs.get("labels") is not None
@@ -219,7 +222,9 @@ def generates(trainer: Any) -> bool:
 
 
 def check_predictions(trainer: Any) -> None:
-    """Raise for generated predictions if the class cannot generate, or if the full model does not fit on one rank."""
+    """Raise :class:`ConfigError` if ``predict_with_generate=True`` cannot work: because the trainer's class does not
+    generate, context parallelism shards sequences, or the full model cannot be gathered on one rank.
+    """
     if not generates(trainer):
         return
     runtime = trainer.runtime
@@ -262,7 +267,9 @@ def _check_room(runtime: Runtime, room: int) -> None:
 
 @contextmanager
 def while_evaluated(trainer: Any) -> Iterator[None]:
-    """Let the trainer's model generate inside the block, and omit repeated rows, which Seq2SeqTrainer would keep."""
+    """Inside the block, let the trainer's model generate also with pipeline stages, and drop the outputs of rows that
+    only pad data ranks' last batches, which Seq2SeqTrainer would keep.
+    """
     accelerator = trainer.accelerator
     if trainer.gather_function == accelerator.gather:
 
@@ -341,8 +348,9 @@ def _padded_rows(
     fill: int,
     after: int = 0,
 ) -> Tensor:
-    """Pad rows with ``fill`` to the length of the longest row on any data rank. A row that is already padded ends
-    ``after`` columns after its last column without padding.
+    """Bring ``rows`` to the length of the longest row that counts on any data rank, by adding or removing columns of
+    ``fill``. ``known`` are the numbers of rows and of rows that count; the others pad the batch. ``after`` is how many
+    columns of ``fill`` at the end of a row belong to the row (1 if ``fill`` is its end token).
     """
     width = rows.shape[1]
     if known is not None and known[1] < known[0] == len(rows):
@@ -357,7 +365,9 @@ def _padded_rows(
 
 
 class _WholeModel:
-    """Hold the full model on the first rank of each distinct batch, with weights gathered from all pipeline stages."""
+    """Hold the full model, with weights gathered from all pipeline stages, on the first of the ranks that share a
+    batch.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         mesh = runtime.mesh

@@ -9,8 +9,8 @@
     .incomplete/checkpoint-N/   while it is written: it appears by one rename, once all of its bytes are on the disk
     .replaced/checkpoint-N/     an older one of the same name, until the new one is in its place
 
-If a callback keeps states elsewhere (:mod:`.resume_callbacks`), only the training state is kept, with Trainer's own
-small files in it.
+A callback may keep states in another place than this directory, such as memory (:mod:`.resume_callbacks`). Such a state
+is a training state alone, with Trainer's own small files in it.
 """
 
 import json
@@ -72,7 +72,7 @@ class Checkpoints(TrainerHooks):
 
     @property
     def runtime(self) -> Runtime:
-        """Return the runtime of the model: plan, mesh and parts."""
+        """Return the model's runtime, which holds its plan, its mesh, and the runtime objects of its features."""
         return runtime_of(self.model)
 
     @property
@@ -91,8 +91,9 @@ class Checkpoints(TrainerHooks):
         return next((callback for callback in callbacks if isinstance(callback, StatesAside)), None)
 
     def kept_in_memory(self) -> AbstractContextManager[Path] | None:
-        """Return a context that yields a directory, whose files the callback :attr:`states_aside` saves; ``None`` if
-        there is no such callback, or if no save is due.
+        """Return a context that yields a directory. Trainer writes its small files there, and the callback
+        :attr:`states_aside` then saves them with the run's state. Return ``None`` if there is no such callback, or if
+        it does not save after this step.
         """
         aside = self.states_aside
         return aside.kept(self) if aside is not None and aside.due else None
@@ -159,7 +160,9 @@ class Checkpoints(TrainerHooks):
         self._streams.put_back()
 
     def read_weights(self, checkpoint: Path) -> None:
-        """Read the weights of a checkpoint that has no training state (a training state contains the weights, too)."""
+        """Read the weights of a checkpoint without a training state. Do nothing for a checkpoint with a training state,
+        since :meth:`read_state` reads its weights too.
+        """
         if not _has_state(checkpoint):
             self.read_best_weights(checkpoint)
 
@@ -215,7 +218,8 @@ def resumed_from(
     newest: Callable[[Path | None], Path | None] | None = None,
 ) -> Any:
     """Return the checkpoint to resume from (``True``: the newest complete one) on all ranks. ``newest`` is called with
-    the checkpoint on the disk, and returns a newer state that is kept elsewhere, if there is one.
+    the checkpoint on the disk, and returns a newer state that is kept in another place, such as memory, if there is
+    one.
     """
     if not isinstance(resume, str | Path) and resume is not True:
         return resume

@@ -1,7 +1,8 @@
-"""Support TRL's fused head over parallelized models: ``model(..., labels=, fused_lm_head=True)`` returns token scores.
+"""Support TRL's fused head over parallelized models: ``model(..., labels=, fused_lm_head=True)``.
 
-TRL's own fused head multiplies by ``lm_head.weight``, but a rank has only a shard of this weight, or none of it. Scores
-are computed in three ways::
+Such a call returns *token scores* instead of logits: the log-probability of each label, the entropy at each position
+and similar numbers. TRL's own fused head multiplies by ``lm_head.weight``, but a rank has only a shard of this weight,
+or none of it. Scores are computed in three ways::
 
     a rank has all layers      the model's forward pass, whose loss scores tokens (with autograd graph)
     stages, no gradients       hfscale.token_scores: a collective call whose result is on all stages
@@ -38,7 +39,9 @@ _TRAINS = object()
 
 @dataclass
 class Conversation:
-    """Record the model calls of one microbatch's loss, in order. Only the trained model's call has gradients."""
+    """Record the model calls that the loss of one microbatch makes, in order. Only the call of the trained model has
+    gradients; other calls are of a reference model, for example.
+    """
 
     call: dict[str, Any] = field(default_factory=dict)  # the arguments of the trained model's call
     # The results of the other models' calls, in order, with a marker at the place of the trained model's call.
@@ -49,7 +52,9 @@ class Conversation:
 
 
 class FusedHead:
-    """Intercept the calls of one model that request token scores; ``outputs`` names the requested scores."""
+    """Intercept the calls of one model with ``fused_lm_head=True``: return log-probabilities of the labels, and the
+    other numbers per token that ``outputs`` names (entropies, for example), instead of logits.
+    """
 
     def __init__(
         self, model: nn.Module, temperature: float, outputs: tuple[str, ...], trains: bool
@@ -69,8 +74,8 @@ class FusedHead:
         fused_lm_head: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Replace a call of the model: with ``fused_lm_head``, return token scores, or record the call for a pipelined
-        step; otherwise run the model.
+        """Replace a call of the model. With ``fused_lm_head``, return log-probabilities of the labels and similar
+        numbers per token, or record the call for a pipelined step; otherwise run the model.
         """
         if not fused_lm_head:
             return call(*args, **kwargs)
@@ -102,7 +107,9 @@ class FusedHead:
         kwargs: dict[str, Any],
         answer: Any = None,
     ) -> Any:
-        """Return scores in TRL's form, without the last position, which predicts no token."""
+        """Return ``scores``, the log-probabilities and other numbers per token, as the output of TRL's fused head,
+        without the last position, which predicts no token.
+        """
         shifted = kwargs.get("shift_labels")
         wanted: Tensor = kwargs["labels"] if shifted is None else shifted
         if shifted is None:
@@ -145,7 +152,9 @@ class FusedHead:
 def step_of_scores(
     trainer: Any, batches: Sequence[Any], count: Any, missing: int, heads: Sequence[FusedHead]
 ) -> Tensor:
-    """Run forward and backward over a step's microbatches, of which some are ``missing``; return the sum of losses."""
+    """Run forward and backward over a step's microbatches, and return the sum of their losses. An epoch's last step may
+    have too few microbatches for the schedule: the ``missing`` ones repeat the last one, with a loss of 0.
+    """
     model = trainer.model
     runtime = trainer.runtime
     share = (

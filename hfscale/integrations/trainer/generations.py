@@ -1,4 +1,5 @@
-"""Generate in TRL's GRPO and RLOO over the ranks of a layout: once for each distinct batch, by vLLM or the model.
+"""Generate in TRL's GRPO and RLOO over the ranks of a layout, by vLLM or the model. Ranks that share a batch (tensor
+ranks, for example) get the same completions.
 
 Data flow of a generation with ``use_vllm=True``::
 
@@ -37,8 +38,8 @@ _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # LoRA ranks that vLLM supports (m
 
 
 def _refuse_other_tokens(model: Any) -> None:
-    """Raise :class:`ConfigError` for a resized vocabulary, because engines allocate the checkpoint's number of
-    tokens.
+    """Raise :class:`ConfigError` for a model with a resized vocabulary, because vLLM's engines allocate as many tokens
+    as the checkpoint has.
     """
     kind: Any = type(model.config)
     config = kind.from_pretrained(model.name_or_path)
@@ -61,8 +62,8 @@ class LayoutEngine(EngineHooks):
     )
 
     def check(self) -> None:
-        """Raise for weights that cannot be sent, and for a model that has no checkpoint from which an engine can
-        start.
+        """Raise :class:`ConfigError` for weights that cannot be sent to vLLM's engine, and for a model without a
+        checkpoint from which an engine can start.
         """
         self.adapter_rank = self._adapter_rank()
         if self.mode == "colocate" and not self.model.name_or_path:
@@ -158,7 +159,7 @@ class LayoutEngine(EngineHooks):
     def generate(
         self, prompts: list[Any], images: Any, num_generations: int, profiler: Any = None
     ) -> tuple[Any, ...]:
-        """Generate like TRL, with the same completions on all ranks that share a batch."""
+        """Generate completions like TRL; all ranks that share a batch return the same completions."""
         made = self._generate(prompts, images, num_generations, profiler)
         self.sampled = made[2]
         return made
@@ -195,7 +196,7 @@ class LayoutEngine(EngineHooks):
 
 
 def engine_over_layout(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Create the engine of a trainer; ``stock`` is TRL's class of the engine."""
+    """Create the vLLM engine with which a trainer generates; ``stock`` is TRL's class of the engine."""
     if find_runtime(model) is None:
         return stock(model, *args, **kwargs)
     if kwargs.get("logprobs", 0) is None:
@@ -206,8 +207,8 @@ def engine_over_layout(stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def agree_anew(trainer: Any) -> None:
-    """Synchronize random streams of ranks that share a batch again, because TRL's generating trainers seed each
-    process.
+    """Let ranks that share a batch synchronize their random streams again, because TRL's trainers that generate seed
+    each process differently.
     """
     streams = trainer.runtime.streams
     generates = ("reward_funcs", "teacher_model")
@@ -217,7 +218,9 @@ def agree_anew(trainer: Any) -> None:
 
 
 def log_difference(trainer: Any, log_probs: Tensor) -> None:
-    """Log the difference between the engine's and the trainer's log-probabilities, if TRL itself (RLOO) does not."""
+    """Log the difference between the log-probabilities of vLLM's engine, which generated the completions, and those of
+    the trained model, unless TRL logs it itself (as in GRPO, but not in RLOO).
+    """
     engine = getattr(trainer, "vllm_generation", None)
     sampled = getattr(engine, "sampled", None)
     if engine is None or sampled is None or hasattr(trainer, "vllm_importance_sampling_correction"):
@@ -245,11 +248,13 @@ def log_difference(trainer: Any, log_probs: Tensor) -> None:
 
 
 def batches_gathered(kind: type, accelerator: Any) -> AbstractContextManager[None]:
-    """Inside the ``with`` block, let Accelerate's gather functions return each distinct batch once."""
+    """Inside the ``with`` block, let Accelerate's gather functions return each batch once, although several ranks
+    (tensor ranks, for example) share it.
+    """
 
     def gather(stock: Any, tensor: Any) -> Any:
-        """Gather the values of the first of the ranks that share a batch, because a reward may be random or time
-        out.
+        """Gather values over ranks that have different batches. Of ranks that share a batch, the first one's values
+        count, because a reward function may be random or time out.
         """
         mesh = accelerator.mesh
         if mesh.sharing is not None:
@@ -264,7 +269,7 @@ def batches_gathered(kind: type, accelerator: Any) -> AbstractContextManager[Non
         return [value for place in sorted(first) for value in first[place]]
 
     def shuffle(stock: Any, rows: Any) -> Any:
-        """Shuffle like the first of the ranks that share the batch."""
+        """Shuffle ``rows`` in the same order on all ranks that share a batch: that of the first of these ranks."""
         mesh = accelerator.mesh
         if mesh.sharing is None:
             return stock(rows)
@@ -277,8 +282,8 @@ def batches_gathered(kind: type, accelerator: Any) -> AbstractContextManager[Non
 
 
 def count_generations(arguments: Any, batches: int) -> None:
-    """Correct the generation batch size of a GRPO or RLOO config, which counts processes instead of distinct
-    batches.
+    """Correct the generation batch size of a GRPO or RLOO config, which TRL computes from the number of processes. It
+    must be computed from ``batches``, where ranks that share a batch (tensor ranks, for example) count once.
     """
     if getattr(arguments, "generation_batch_size", None) is None:
         return

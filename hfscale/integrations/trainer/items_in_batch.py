@@ -87,8 +87,9 @@ class _WasUsed:
 
 @contextmanager
 def evaluated_as_trained(trainer: Any) -> Iterator[list[bool]]:
-    """Scale losses of a stock evaluation inside the ``with`` block like :func:`scaled_if_divided`. Yield a list to
-    which each loss appends whether it was divided by the labels of all data ranks.
+    """Inside the ``with`` block, let Trainer's own evaluation multiply a loss by the number of data ranks only if the
+    loss was divided by the labels of all data ranks, as in training (:func:`scaled_if_divided`). Yield a list to which
+    each loss appends whether it was divided by them.
     """
     compute = trainer.compute_loss
     divided: list[bool] = []
@@ -105,8 +106,8 @@ def evaluated_as_trained(trainer: Any) -> Iterator[list[bool]]:
 
 @contextmanager
 def scaled_if_divided(arguments: Any, items: Any) -> Iterator[Any]:
-    """Yield ``num_items_in_batch`` for a stock step, whose loss is scaled only if the loss was computed with that
-    number.
+    """Yield the ``num_items_in_batch`` to pass to Trainer's own step. Trainer then multiplies the loss by the number of
+    data ranks only if the loss was computed with this number.
     """
     if not isinstance(items, Tensor) or not arguments.average_tokens_across_devices:
         yield items

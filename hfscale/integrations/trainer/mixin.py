@@ -2,7 +2,7 @@
 
 Data flow of a step whose loss is the model's own (any layout)::
 
-    loader: this distinct batch's rows --> microbatches wait for the last of their step --> hfscale.train_step
+    loader: the rows of this rank's batch --> microbatches wait for the last of their step --> hfscale.train_step
     --> accelerator.clip_grad_norm_ (norm of the full model) --> optimizer --> schedule --> logs, equal on all ranks
 
 If a subclass or a function computes the loss, Trainer's own step runs, in any layout without pipeline stages.
@@ -175,7 +175,7 @@ class TrainerMixin(Checkpoints, DataHooks):
     # --- hooks of Trainer ---------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create an accelerator for Trainer that counts distinct batches."""
+        """Create Trainer's accelerator, which counts ranks that share a batch (tensor ranks, for example) once."""
         check_run(self.args)
         check_dispatch(self.args)
         with trainer.accelerator_made_by(TrainerAccelerator):
@@ -204,7 +204,9 @@ class TrainerMixin(Checkpoints, DataHooks):
 
     @property
     def _scores_tokens(self) -> bool:
-        """Return whether the loss is a TRL loss that is computed from token scores of the fused head."""
+        """Return whether a TRL loss is computed from the outputs of the fused head: the log-probability of each label,
+        the entropy at each position and similar numbers.
+        """
         smoothed = bool(self.args.label_smoothing_factor) and not hasattr(
             self, "label_pad_token_id"
         )
@@ -214,11 +216,12 @@ class TrainerMixin(Checkpoints, DataHooks):
 
     @property
     def uses_train_step(self) -> bool:
-        """Return whether steps run :func:`hfscale.train_step`: the loss is the model's own mean over labels.
+        """Return whether steps run :func:`hfscale.train_step`, because the loss is the model's own mean over labels.
 
-        If the model does not divide by a step's number of labels, Trainer's loss is a mean of the batches' means, or
-        their sum. Trainer's own step computes such a loss, except with pipeline stages, with data ranks, or with
-        smoothed labels. In these cases, ``train_step`` runs, and :meth:`_divisor` returns the divisor of each batch.
+        If the model does not divide its loss by a step's number of labels, Trainer's loss is the mean, or the sum, of
+        the means over the labels of each batch. Trainer's own step computes such a loss, except with pipeline stages,
+        with data ranks, or with smoothed labels. In these cases, ``train_step`` runs, and :meth:`_divisor` returns the
+        divisor of each batch.
         """
         runtime = self.runtime
         within_backward = optimizer_name(self.args) in OF_BACKWARD
@@ -230,7 +233,9 @@ class TrainerMixin(Checkpoints, DataHooks):
 
     @property
     def knows_loss(self) -> bool:
-        """Return whether hfscale can compute the loss, because it is the model's own loss and a known mean."""
+        """Return whether hfscale can compute the loss: it is the model's own loss, and hfscale knows over what it is a
+        mean.
+        """
         return trainer.has_stock_loss(self) and self.runtime.loss is not None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -250,12 +255,16 @@ class TrainerMixin(Checkpoints, DataHooks):
         return done._replace(training_loss=done.metrics["train_loss"])
 
     def forget_engine(self) -> None:
-        """Make an engine fetch the weights again, because the model's weights have changed since its last fetch."""
+        """If the trainer generates with an inference engine (vLLM), make it send the weights to the engine again before
+        the next generation, because they have changed since they were last sent.
+        """
         if hasattr(self, "_last_loaded_step"):
             self._last_loaded_step = -1
 
     def read_best_weights(self, checkpoint: Path) -> None:
-        """Load the weights of the best checkpoint, and make an engine fetch them."""
+        """Load the weights of the best checkpoint. If the trainer generates with an inference engine (vLLM), make it
+        send these weights to the engine before the next generation.
+        """
         super().read_best_weights(checkpoint)
         self.forget_engine()
 
@@ -401,7 +410,9 @@ class TrainerMixin(Checkpoints, DataHooks):
         )
 
     def around_inputs(self) -> AbstractContextManager[None]:
-        """Return a context for Trainer's preparation of a batch, during which some trainers gather rewards."""
+        """Return a context for Trainer's preparation of a batch: if a trainer gathers rewards during the preparation,
+        each batch counts once, although several ranks share it.
+        """
         return batches_gathered(type(self), self.accelerator)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
@@ -411,7 +422,9 @@ class TrainerMixin(Checkpoints, DataHooks):
         return super().create_optimizer(model)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Return the number of rows of a step, over all distinct batches."""
+        """Return the number of rows in a step, over all ranks; ranks that share a batch (tensor ranks, for example)
+        count once.
+        """
         return int(
             self.accelerator.num_processes
             * args.gradient_accumulation_steps
@@ -430,8 +443,8 @@ class TrainerMixin(Checkpoints, DataHooks):
     # --- hooks of TRL's trainers, for rows that are paired or scored once before training --------------------------
 
     def arguments_of_data(self, arguments: Any) -> Any:
-        """Return the config for TRL's preparation of rows, where pairs form within the global batch, like in one
-        process.
+        """Return the config with which TRL prepares rows. For KTO, which combines prompts and completions of a batch
+        into pairs, its batch is the batch of all data ranks together, so that the pairs are those of one process.
         """
         if not getattr(self, "calculate_KL", False):  # as KTO's trainer does
             return arguments
@@ -442,11 +455,15 @@ class TrainerMixin(Checkpoints, DataHooks):
         return own
 
     def check_cached(self, dataset: Any) -> None:
-        """Raise :class:`ConfigError` for rows whose cached scores other ranks could not read."""
+        """Raise :class:`ConfigError` for a data set in memory if there are several processes: TRL's first process
+        caches the reference's log-probabilities in a file next to the data set, which the other ranks read.
+        """
         check_cached(dataset, started_processes())
 
     def scored(self, log_probs: Tensor) -> None:
-        """Log the difference between these log-probabilities of completions and the engine's."""
+        """Log how the trained model's log-probabilities of completions, ``log_probs``, differ from those of the
+        inference engine (vLLM) that generated the completions.
+        """
         log_difference(self, log_probs)
 
 

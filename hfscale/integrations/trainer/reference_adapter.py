@@ -23,8 +23,8 @@ _NAME = "ref"
 
 
 class ReferenceAdapter:
-    """Hold the copy of the trained adapter of ``peft_model``. ``heads`` are the trainer's fused heads, which show when
-    recorded outputs are used and no model runs.
+    """Hold the copy of the trained adapter of ``peft_model`` that serves as the adapter ``ref``. ``heads`` are the
+    trainer's fused heads. While they replay recorded outputs, no model runs, and switching to ``ref`` does nothing.
     """
 
     def __init__(self, peft_model: Any, heads: Sequence[FusedHead]) -> None:
@@ -96,8 +96,8 @@ class ReferenceAdapter:
             self._set_adapter(name, *args, **kwargs)
 
     def _put(self, values: dict[str, Tensor]) -> None:
-        """Write values into the parameters without autograd; trained values are restored before a backward pass reads
-        them.
+        """Write ``values`` into the parameters of the adapter without autograd. Trained values are written back before
+        a backward pass reads them.
         """
         for name, parameter in self._parameters():
             local_tensor(parameter.data).copy_(local_tensor(values[name]))

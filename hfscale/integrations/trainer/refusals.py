@@ -1,4 +1,4 @@
-"""Refuse options of a Trainer that cannot work here, before anything is built or trained.
+"""Refuse options of a Trainer that cannot work with a parallelized model, before anything is built or trained.
 
 Every function raises :class:`~hfscale.ConfigError` with a message that names the option and an alternative.
 """
@@ -102,8 +102,8 @@ def check_dispatch(arguments: Any) -> None:
 
 
 def check_engine(kind: type, arguments: Any) -> None:
-    """Raise for a trainer that sends weights to its engine itself, or computes its loss from full heads: both would get
-    shards.
+    """Raise :class:`ConfigError` for a TRL trainer whose own code would treat this rank's shards as full weights: to
+    send weights to vLLM, or to compute a distillation loss from full output heads.
     """
     if distils(kind) and not issubclass(kind, DistillationHooks):
         raise ConfigError(
@@ -181,8 +181,8 @@ def _check_kernels(runtime: Runtime) -> None:
 
 
 def check_trainer(trainer: Any, scores_tokens: bool) -> None:
-    """Check a created Trainer: its data, its microbatches, and its loss (``scores_tokens`` is whether the loss is
-    computed from token scores).
+    """Check a created Trainer: its data, its microbatches, and its loss. ``scores_tokens`` is whether the loss is
+    computed from log-probabilities and similar numbers per token, which TRL's fused head returns.
     """
     runtime: Runtime = trainer.runtime
     name = type(trainer).__name__
@@ -216,8 +216,8 @@ def _is_partial(layout: ParallelConfig) -> bool:
 
 
 def _check_generation(trainer: Any, runtime: Runtime) -> None:
-    """Raise for generation if no rank can run the model alone, and for losses that need all tokens of a step at
-    once.
+    """Raise :class:`ConfigError` for a trainer that generates (GRPO, RLOO) if its generation needs a full model that no
+    rank has, or if its loss compares the entropies of all tokens of a step, which pipeline stages do not have.
     """
     args = trainer.args
     layout = runtime.mesh.layout
@@ -311,8 +311,8 @@ def _check_step(trainer: Any, runtime: Runtime) -> None:
 
 
 def check_cached(dataset: Any, processes: int) -> None:
-    """Raise for a data set in memory, for which the first rank would cache scores where other ranks cannot find
-    them.
+    """Raise :class:`ConfigError` in several processes for a data set in memory: the first rank would cache the
+    reference's log-probabilities where other ranks cannot find them.
     """
     if processes > 1 and getattr(dataset, "cache_files", None) == []:
         raise ConfigError(

@@ -37,8 +37,8 @@ _log = logging.getLogger(__name__)
 
 
 class TrainerRandomStreams:
-    """Save and restore the RNG states of an epoch's beginning and of the checkpoint; stock checkpoints have only the
-    latter.
+    """Save and restore two RNG states: that of the beginning of the epoch, and that of the save. Checkpoints of stock
+    Trainer have only the state of the save.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -61,8 +61,9 @@ class TrainerRandomStreams:
             )
 
     def read(self, checkpoint: Path, own: bool, rows: int) -> None:
-        """Read a checkpoint's RNG states; ``own`` is whether the checkpoint contained this rank's own states, which are
-        already restored. Warn if the checkpoint's steps had another number of ``rows``.
+        """Read a checkpoint's RNG states. ``own`` is whether the checkpoint contained the states of this very rank,
+        which :func:`hfscale.load_state` has then restored already. Warn if the steps of the earlier run had another
+        number of rows than ``rows``.
         """
         mesh = self._mesh
         processes = random_states_of_processes(checkpoint)
@@ -129,7 +130,9 @@ class TrainerRandomStreams:
 
 
 def _stock_random_states(mesh: Mesh | None) -> dict[str, Any]:
-    """Return this process's RNG states in stock Trainer's form."""
+    """Return this process's RNG states in the format of stock Trainer's ``rng_state.pth``; without ``mesh``, those of
+    the CPU alone.
+    """
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -141,7 +144,9 @@ def _stock_random_states(mesh: Mesh | None) -> dict[str, Any]:
 
 
 def _read(written: dict[str, Any]) -> dict[str, Any]:
-    """Convert RNG states from stock Trainer's form to the form that :func:`restore_random_states` reads."""
+    """Convert RNG states from the format of stock Trainer's ``rng_state.pth`` to the one that
+    :func:`restore_random_states` reads.
+    """
     device = written.get("cuda")
     given = device if isinstance(device, torch.Tensor) else None
     return states_of_process(written["python"], written["numpy"], written["cpu"], given)
@@ -154,8 +159,8 @@ class StatesAside(TrainerCallback):
     """Whether the state after the present step must be kept."""
 
     def kept(self, trainer: Any) -> AbstractContextManager[Path]:
-        """Let Trainer write its small files to a directory; after the block, save them together with the run's
-        state.
+        """Return a context that yields a directory, to which Trainer writes its small files (``trainer_state.json``,
+        for example). At its end, these files are saved together with the run's state.
         """
         raise NotImplementedError
 

@@ -22,7 +22,9 @@ from .generations import engine_over_layout
 
 
 class Seams:
-    """Replace TRL's functions for one trainer; hold the layout and options for models that the trainer creates."""
+    """Replace functions of TRL that one trainer calls (to load models, to create vLLM's engine ...) by functions for
+    parallelized models. Hold the layout and options of further models that the trainer loads.
+    """
 
     def __init__(self, layout: ParallelConfig | None, options: dict[str, Any]) -> None:
         self.layout = layout
@@ -134,7 +136,7 @@ class Seams:
 def options_of(arguments: Any) -> dict[str, Any]:
     """Return the options for models that a trainer with these ``TrainingArguments`` (or none) loads itself.
 
-    Kernels that are not installed are not requested here, because a trainer needs kernels only for training.
+    Kernels that are not installed are left out, because a trainer needs kernels only for training.
     """
     if arguments is None:
         return {}
@@ -155,7 +157,10 @@ def compiler_of(arguments: TrainingArguments) -> bool | str:
 
 
 def reference_of(policy: Runtime) -> dict[str, Any]:
-    """Return the arguments that load a reference model equal to the policy; raise if the policy's adapters are new."""
+    """Return the arguments of ``from_pretrained`` that load a reference model equal to ``policy``, the trained model,
+    before its first step. Raise :class:`ConfigError` if the policy's adapters were created in this run, not loaded from
+    a checkpoint.
+    """
     quantization = getattr(policy.model.config, "quantization_config", None)
     given = {} if quantization is None else {"quantization_config": quantization}
     adapters = policy.adapters
@@ -170,7 +175,9 @@ def reference_of(policy: Runtime) -> dict[str, Any]:
 
 
 def _synchronized(stock: Any, **kwargs: Any) -> Any:
-    """Wrap TRL's callback that updates a reference from the trained model, so that it updates shards."""
+    """Create TRL's callback that mixes the trained model's weights into a reference model, so that it works on this
+    rank's shards of both models, not on gathered weights.
+    """
     callback = stock(**kwargs)
     mix = callback.sync_target_model
 

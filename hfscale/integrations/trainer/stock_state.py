@@ -30,7 +30,8 @@ OPTIMIZER = "optimizer.pt"
 SCHEDULER = "scheduler.pt"
 _LARGEST = 16 << 30  # maximum bytes of a state that one process is assumed to be able to hold
 _Kinds = dict[str, dict[str, torch.dtype | None]]
-"""Map parameter and state name to the dtype of a tensor with the parameter's shape; ``None``: a scalar."""
+"""Name of a parameter -> name of a state tensor -> its dtype, if it has the parameter's shape; ``None`` for a scalar.
+"""
 
 
 def write(
@@ -81,7 +82,9 @@ def read(
 
 
 def _stock_order(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
-    """Return all ranks' parameters by group, in stock order; ``None`` for groups that are not stock Trainer's."""
+    """Return the names of all ranks' parameters by parameter group, in the order of stock Trainer; ``None`` if the
+    groups are not those of stock Trainer.
+    """
     adapters = runtime.adapters
     whole = empty_copy(runtime.model) if adapters is None else adapters.whole.get_base_model()
     here = {planned.name for planned, p in runtime.parameters() if p.requires_grad}

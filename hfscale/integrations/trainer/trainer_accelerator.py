@@ -1,4 +1,6 @@
-"""Provide the accelerator inside a Trainer, which counts distinct batches as processes."""
+"""Provide the accelerator inside a Trainer, for which ranks that share a batch (tensor ranks, for example) are one
+process.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +23,9 @@ from .trainer_batches import Collator, DealtStream, Marked, balanced
 
 
 class TrainerAccelerator(Accelerator):
-    """Adapt :class:`hfscale.Accelerator` to a Trainer, which uses distinct batches as processes."""
+    """Adapt :class:`hfscale.Accelerator`, for which ranks that share a batch (tensor ranks, for example) are one
+    process, to a Trainer.
+    """
 
     _listed = (Sampler,)
     # For an evaluated batch of an iterable dataset: the number of rows, and of rows that count.
@@ -43,7 +47,7 @@ class TrainerAccelerator(Accelerator):
         return bool(metrics(self._runtime.model).get("step_was_skipped", False))
 
     def adopt(self, model: nn.Module) -> None:
-        """Count the distinct batches of ``model`` from now on, not of a model that was prepared earlier."""
+        """Use ``model`` from now on to count the batches of a step, instead of a model that was prepared earlier."""
         self._runtime = None
         self._adopt(model)
 
@@ -72,11 +76,11 @@ class TrainerAccelerator(Accelerator):
         return super().prepare_data_loader(data_loader, False, slice_fn_for_dispatch)
 
     def examples_of(self, batch: Any, of_stream: bool = False) -> tuple[int, int] | None:
-        """Return the number of examples in the loader's latest ``batch``, and how many of them are not repeated.
+        """Return the number of examples in the loader's latest ``batch``, and the number of those that are not padding.
 
-        Data ranks get batches of one size; the last batches are padded with repeated examples from the beginning.
-        Return ``None``, on every rank, if no example can be repeated. ``of_stream`` is set for a stream in training,
-        whose loader may already have ended.
+        All data ranks get batches of the same size: the last batches are padded with repeated examples from the
+        beginning of the data. Return ``None``, on every rank, if no batch can be padded. ``of_stream`` is set for a
+        stream in training, whose loader may already have ended.
         """
         state = self.gradient_state
         self._last = None
@@ -132,7 +136,9 @@ class TrainerAccelerator(Accelerator):
             self._counts = None
 
     def gather(self, tensor: Any) -> Any:
-        """Gather over distinct batches, without repeated rows."""
+        """Gather a tensor over ranks that have different batches. Inside :meth:`counting`, leave out rows that only pad
+        a batch.
+        """
         if self._counts is None or not isinstance(tensor, Tensor):
             return super().gather(tensor)
         counts = self._counts
@@ -149,7 +155,8 @@ class TrainerAccelerator(Accelerator):
         )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather over distinct batches, without padding rows, also for iterable datasets of unknown length.
+        """Gather over ranks that have different batches, without padding rows, also for iterable datasets of unknown
+        length.
 
         Scalars of ranks belong to no example, but Accelerate would keep only the first few ranks' scalars. Scalars are
         gathered as float64, because TRL returns another dtype for zero rows (KTO, on a rank without desirable rows).

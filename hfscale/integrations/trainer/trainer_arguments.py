@@ -1,4 +1,6 @@
-"""Complete the arguments of a Trainer: their names, the default config, and second models."""
+"""Complete the arguments of a Trainer: give names to positional arguments, add TRL's default config, and shard
+reference and teacher models.
+"""
 
 import inspect
 from collections.abc import Callable, Sequence

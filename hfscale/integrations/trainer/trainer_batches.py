@@ -1,4 +1,5 @@
-"""Divide examples over distinct batches, and adapt batches that have too few rows for a schedule, or repeated rows.
+"""Divide examples over data ranks, and adapt batches that have too few rows for a schedule, or rows that are only
+padding.
 
 All data ranks get the same number of examples of an iterable dataset, in the order of one process. If the dataset ends
 within a step, the last batches are padded with examples from the beginning, which are marked so that they do not
@@ -65,7 +66,9 @@ class DealtStream(IterableDatasetShard):
 
 
 def balanced(loader: Any, runtime: Runtime) -> Any:
-    """Return a copy of ``batch_rebalance``'s loader that divides rows over distinct batches by their cost."""
+    """Return a copy of ``loader``, the loader of the sampling strategy ``batch_rebalance``, that divides the rows of a
+    step over data ranks so that the costs of their batches are about equal.
+    """
     given = loader.batch_sampler
     rows = given.effective_batch_size // given.dp_size * runtime.mesh.batch_world
     sampler = balanced_batches(
@@ -76,7 +79,9 @@ def balanced(loader: Any, runtime: Runtime) -> Any:
 
 
 class Marked(dict[str, Any]):
-    """Hold a batch, the number of its examples, and how many of these examples count."""
+    """Hold a batch, the number of its examples, and the number of those that count, since the others only pad the
+    batch.
+    """
 
     # the number of tokens of each example, if all are packed into one row; positions do not show it, because an example
     # may consist of several texts
@@ -113,9 +118,9 @@ class Collator:
 def cut_by_schedule(
     executor: Executor, batches: Sequence[Batch], arguments: Any, ignores: bool
 ) -> Iterator[list[Batch]]:
-    """Yield a step's batches, padded to the number and size in ``TrainingArguments``, because schedules need these.
-    If the loss ignores labels of -100 (``ignores``), added rows repeat the last row without labels; otherwise, see
-    :func:`pieces`.
+    """Yield a step's batches, padded to the number of batches and of rows in ``TrainingArguments``, which the
+    pipeline's schedule needs. If the loss ignores labels of -100 (``ignores``), padding rows repeat the last row
+    without labels; otherwise no rows are added: see :func:`pieces`.
     """
     count = arguments.gradient_accumulation_steps
     rows = arguments.per_device_train_batch_size

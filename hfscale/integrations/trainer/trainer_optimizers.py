@@ -41,8 +41,8 @@ def check_optimizer(arguments: Any) -> None:
 
 
 def left_to_host(name: str) -> bool:
-    """Return whether Trainer creates the optimizer, because it runs in one process and hfscale has no sharded
-    version.
+    """Return whether stock Trainer creates the optimizer ``name``: in one process, if hfscale has no sharded version of
+    it.
     """
     return started_processes() == 1 and name not in CHOICES
 
