@@ -45,7 +45,8 @@ class LayoutFields:
             tensors of at least 1 MiB.
         pipeline_schedule: order of forward and backward passes, by name or as the path of a ``.csv`` file; names are
             those of :func:`hfscale.config.schedules.schedule_names`.
-        num_microbatches: microbatches of one step; ``None`` lets the schedule choose.
+        num_microbatches: microbatches that ``train_step`` makes of one batch; a list of as many batches is not split.
+            ``None`` lets the schedule choose.
         virtual_stages: pipeline stages per pipeline rank; by default 2 for schedules that need several, else 1.
         stage_layers: layers of each stage, ``pp_size * virtual_stages`` numbers (or ``"5,6,6,5"``); ``None`` balances
             stages by cost.
