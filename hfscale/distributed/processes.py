@@ -128,14 +128,16 @@ def restarted() -> bool:
 
 
 def met_before() -> bool:
-    """Return whether the launcher's store may hold entries of earlier ranks: ranks were restarted on this host, or may
-    have been on another host.
+    """Return whether the launcher's store may hold entries of ranks that have ended: ranks were restarted on this host,
+    or there are other hosts, where they may have been restarted.
     """
     return has_agent_store() and (restarted() or os.environ.get("GROUP_WORLD_SIZE", "1") != "1")
 
 
 def has_agent_store() -> bool:
-    """Return whether the launcher has a store of its own, which outlives the ranks."""
+    """Return whether torch's launcher, not the first rank, holds the store of the rendezvous, which then outlives the
+    ranks.
+    """
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -174,7 +176,9 @@ def store_of_ranks(name: str) -> dist.Store:
 
 @cache
 def _end_quietly() -> None:
-    """Wait for gloo's threads when Python ends, after :func:`_stop`; also if the user started the process group."""
+    """Wait for gloo's threads when Python ends, after the process group is destroyed, because threads that still run
+    would end the process with an error; also if the user started the process group.
+    """
     atexit.register(wait_for_gloo_threads)
 
 

@@ -112,11 +112,15 @@ def splits_for(dtype: torch.dtype, factor: Tensor) -> bool:
 
 _HALF = 1 << 15
 _UPPER = -1 << 16
-"""Bits that round a float32 to bfloat16: half of the last kept bit, which is added, and the mask of kept bits."""
+"""Constants that round a float32 to bfloat16 by bit operations: half of the last kept bit, which is added, and the mask
+of the bits to keep.
+"""
 
 _OF_THIN = (0, 0, 0, 1, 1, 2)
 _OF_FACTOR = (0, 1, 2, 0, 1, 0)
-"""Which of the three numbers of each operand the six products combine; the other three products are below float32."""
+"""Which terms the six products multiply: both operands are sums of three bfloat16 terms, numbered from the largest on.
+The other three products of terms are too small to change a float32 sum.
+"""
 
 
 @fused
@@ -218,7 +222,9 @@ def _empty_gradient(thin: Tensor, wide: Tensor, transposed: bool) -> Tensor:
 
 @cache
 def _by_blocks() -> Any:
-    """Return the custom operators that cast blocks of rows; the first call registers them with torch."""
+    """Return the custom operators that multiply by thin factors, and cast the wide activations in blocks of rows; the
+    first call registers them with torch.
+    """
     kernels: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         "to_thin": (_to_thin, _empty_thin),
         "add_from_thin": (_add_from_thin, _added),

@@ -32,7 +32,9 @@ _IN_STOCK_CODE = (
 
 @dataclass(frozen=True)
 class _Kind:
-    """Describe one format of checkpoints. ``{}`` in ``tool`` stands for the checkpoint's directory."""
+    """Describe one format of checkpoints, and the ``tool`` that converts it. ``{}`` in ``tool`` stands for the
+    checkpoint's directory.
+    """
 
     names: tuple[str, ...]  # patterns; a path in the directory must match each
     what: str
@@ -109,7 +111,7 @@ _KINDS = (
         for name in ("*.nemo", "*.msgpack", "*.h5", "*.npz")
     ),
 )
-"""The first entry that fits counts, so special formats precede general ones."""
+"""The known formats of checkpoints. The first format that fits counts, so special formats precede general ones."""
 
 
 def recognize(source: Path) -> str | None:
@@ -138,7 +140,9 @@ def _fits(path: str, name: str) -> bool:
 
 
 def _paths(directory: Path) -> set[str]:
-    """Return relative paths of the files in a directory and its subdirectories that may contain weights."""
+    """Return the paths, relative to ``directory``, of the files that may contain weights, in it and in its
+    subdirectories.
+    """
     files = (
         file
         for place in _directories(directory, 1)

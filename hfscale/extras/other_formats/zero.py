@@ -53,7 +53,7 @@ class Run:
 
 
 class TensorInRuns(TensorOnDisk):
-    """Read one tensor whose values, row after row, are the concatenation of several runs."""
+    """Read one tensor whose values, row after row, are the concatenation of several runs (parts of flat tensors)."""
 
     def __init__(self, name: str, shape: tuple[int, ...], runs: list[Run]) -> None:
         self.name = name
@@ -122,7 +122,9 @@ class ZeroCheckpoint:
 
     @contextmanager
     def _as_written(self) -> Iterator[None]:
-        """Raise :class:`CheckpointError` if the files do not contain the entries that DeepSpeed writes."""
+        """Raise :class:`CheckpointError` if the ``with`` block fails because the files lack entries that DeepSpeed
+        writes.
+        """
         try:
             yield
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -180,8 +182,8 @@ class ZeroCheckpoint:
         return found
 
     def _add_whole(self, found: dict[str, TensorOnDisk], shared: Collection[str]) -> None:
-        """Add the tensors that the model states hold whole, except ``shared`` names: buffers, and with stages 1 and 2
-        every weight, in its own dtype.
+        """Add to ``found`` the missing tensors that the file of model states holds in full, in their own dtype: buffers
+        and, with ZeRO stages 1 and 2, weights. ``shared`` names, which stand for other weights, are left out.
         """
         file = RawFile(self._model_files[0])
         buffers = self._model.get("buffer_names") or ()
@@ -217,7 +219,7 @@ class ZeroCheckpoint:
         return {"state": self._states([each["state"] for each in base]), "param_groups": groups}
 
     def _states(self, by_rank: list[dict[int, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-        """Return each parameter's state, given the states of every rank's partitions."""
+        """Return the optimizer state of each parameter, by name, given the states of the partitions of every rank."""
         state: dict[str, dict[str, Any]] = {name: {} for group in self.shapes for name in group}
         numbers = sorted(by_rank[0])
         for key, value in by_rank[0][numbers[0]].items():
@@ -239,7 +241,9 @@ class ZeroCheckpoint:
         return self._cut_everywhere(by_rank) if self.stage == 3 else self._one_by_one(by_rank)
 
     def _one_by_one(self, by_rank: list[list[TensorOnDisk]]) -> list[tuple[str, TensorInRuns]]:
-        """Locate parameters in the concatenation of all ranks' partitions of their group (stages 1 and 2)."""
+        """Return every parameter's tensor, located in the concatenation of all ranks' partitions of its group (ZeRO
+        stages 1 and 2).
+        """
         found = []
         paddings = self._ranks[0].get("param_alignment_paddings")
         for number, group in enumerate(self.shapes):
@@ -253,7 +257,9 @@ class ZeroCheckpoint:
         return found
 
     def _cut_everywhere(self, by_rank: list[list[TensorOnDisk]]) -> list[tuple[str, TensorInRuns]]:
-        """Locate parameters in the ranks' partitions, each of which has a shard of every parameter (stage 3)."""
+        """Return every parameter's tensor, located in the partitions of all ranks, each of which has a shard of it
+        (ZeRO stage 3).
+        """
         found = []
         at = 0
         for name, shape in ((n, shape) for group in self.shapes for n, shape in group.items()):
@@ -305,7 +311,9 @@ def _rank(path: Path) -> int:
 
 
 def _runs(flats: list[TensorOnDisk], start: int, length: int) -> list[Run]:
-    """Return the runs of ``length`` values, from ``start`` on, in the concatenation of flat tensors."""
+    """Return where ``length`` values, from ``start`` on, of the concatenation of flat tensors are: one run per flat
+    tensor.
+    """
     found = []
     at = 0
     for flat in flats:

@@ -195,7 +195,9 @@ def prove_token_loss(model: Any) -> tuple[bool, bool]:
 def _pairs(
     classes: int, vocabulary: int, end: int | None
 ) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Yield pairs of batches with labels per row or per token, some of them ignored; every row ends with ``end``."""
+    """Yield pairs of batches on which to compare losses, with labels per row or per token, some of them ignored; every
+    row ends with the token ``end``.
+    """
     generator = torch.Generator().manual_seed(3)
     ids = [
         torch.randint(3, min(_LARGEST_ID, vocabulary), (rows, _TOKENS), generator=generator)

@@ -14,8 +14,9 @@ from .in_memory import StatesInMemory
 
 
 class StatesInMemoryCallback(StatesAside):
-    """Save a Trainer's run to its hosts' memory every few steps. ``train(resume_from_checkpoint=True)`` resumes from
-    memory, or from a newer checkpoint on disk. ``every`` and ``memory``: as for :class:`hfscale.StatesInMemory`.
+    """Save a Trainer's run to its hosts' memory every ``every`` steps. ``train(resume_from_checkpoint=True)`` resumes
+    from memory, or from a newer checkpoint on disk. ``memory`` is a directory on a file system in memory, as for
+    :class:`hfscale.StatesInMemory`.
     """
 
     def __init__(self, every: int, memory: str | Path = MEMORY) -> None:
@@ -62,7 +63,9 @@ class StatesInMemoryCallback(StatesAside):
 
     @contextmanager
     def kept(self, trainer: Any) -> Iterator[Path]:
-        """Yield a directory for Trainer's small files; save these with the run's state after the ``with`` block."""
+        """Yield a temporary directory, into which the Trainer writes its small files; after the ``with`` block, save
+        them to memory together with the state of model, optimizer and schedule.
+        """
         states = self.states_of(trainer)
         self.due = False
         states.optimizer = trainer.optimizer

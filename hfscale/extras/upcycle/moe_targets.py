@@ -32,7 +32,9 @@ INTERMEDIATE_DIM = {
 
 @dataclass(frozen=True)
 class ExpertWeight:
-    """Describe a tensor of a layer's routed experts (one for all, or one per expert) in the target's checkpoint."""
+    """Describe a tensor of a layer's routed experts in the target's checkpoint: of one expert, or of all experts
+    stacked.
+    """
 
     # stored name inside the layer. With ``{expert}``, each expert has its own tensor; otherwise one tensor stacks all
     # experts along a new first dim
@@ -55,7 +57,7 @@ class SharedExpert:
 
 @dataclass(frozen=True)
 class Family:
-    """Describe how a dense family becomes a mixture of experts."""
+    """Describe the mixture-of-experts target of a dense family: its tensors, and the translation of config fields."""
 
     target: str  # the target's ``model_type``
     weights: tuple[ExpertWeight, ...]  # the routed experts' tensors
@@ -244,7 +246,9 @@ def _one_window(
     family: Family,
     problems: list[str],
 ) -> dict[str, Any]:
-    """Return the sliding window that all layers share; raise if the model mixes layers with and without a window."""
+    """Return the config fields of the sliding window that all layers share; add to ``problems`` if some layers have a
+    window and others have none.
+    """
     kinds = set(config.layer_types)
     if len(kinds) > 1:
         problems.append(

@@ -62,8 +62,8 @@ def narrowed(
 
 
 def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
-    """Return the parameters of ``whole`` that adapters add (those that are not in the plan), in order. Raise
-    :class:`ConfigError` for unknown kinds.
+    """Return the parameters that adapters add to PEFT's full model ``whole`` (those that are not in the plan), in
+    order. Raise :class:`ConfigError` for kinds of adapters that hfscale cannot shard.
     """
     stock = whole.get_base_model()
     modules = dict(stock.named_modules())
@@ -110,8 +110,8 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
 
 
 def _split_name(modules: dict[str, nn.Module], name: str) -> tuple[str, str | None, list[str]]:
-    """Split the name of an adapter's parameter into its wrapper, the wrapper's attribute, and the path in the
-    attribute.
+    """Split the name of an adapter's parameter into the wrapper's name, the wrapper's attribute, and the rest of the
+    path. The attribute is ``None`` for a parameter that no adapter has added.
     """
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
@@ -150,7 +150,9 @@ def inject_alone(
 
 
 def targets_of(adapters: Collection[AdapterParameter]) -> tuple[list[str], list[str], list[str]]:
-    """Return the targets that create these adapters: modules, parameters of experts, and copied modules."""
+    """Return what a PEFT config must target to create these adapters: modules, parameters of experts, and modules of
+    which PEFT trains a copy.
+    """
     made = [adapter for adapter in adapters if adapter.kept_in not in (peft.COPY, peft.TOKEN_ROWS)]
     modules = dict.fromkeys(
         adapter.base.rpartition(".")[0] for adapter in made if not adapter.experts

@@ -42,8 +42,8 @@ def plan_with_adapters(
     new: bool = True,
     fused: bool = True,
 ) -> Plan:
-    """Return the plan with adapters, ``new`` or saved, in their final dtypes; ``template``, the full model on the meta
-    device, is wrapped.
+    """Return the plan with the adapters of ``config``, ``new`` or saved, in their final dtypes. PEFT wraps
+    ``template``, the full model on the meta device, to find them.
     """
     _, planned = wrap_and_plan(template, config, plan, new, fused)
     kinds = {
@@ -85,8 +85,10 @@ def wrap_and_plan(
     autocast: bool = True,
     beside: bool = False,
 ) -> tuple[Any, Plan]:
-    """Return PEFT's model around ``template``, and the stock ``plan`` with its parameters; PEFT completes ``config``.
-    With ``beside``, ``template`` is PEFT's model with other adapters, and the plan includes them, too.
+    """Let PEFT wrap ``template``, the full model; return PEFT's model, and the stock ``plan`` with the adapters'
+    parameters. PEFT fills in missing fields of ``config``.
+
+    With ``beside``, ``template`` is PEFT's model with other adapters, and the returned plan includes these, too.
     """
     _check(config, plan)
     asked = copy.deepcopy(config)
@@ -303,8 +305,9 @@ def refuse_cut_groups(config: Any, plan: Plan) -> None:
 
 
 def type_beside(base: torch.dtype, kept_in: str, autocast: bool = True) -> torch.dtype:
-    """Return an adapter's dtype, by PEFT's rules: factors of quantized weights, and with ``autocast`` of 16-bit
-    weights, are in 32 bits; all other factors, and trained copies, have the weight's dtype.
+    """Return the dtype of an adapter's parameter on a weight of dtype ``base``, by PEFT's rules. Factors of quantized
+    weights, and with ``autocast`` of 16-bit weights, are in 32 bits; all other factors, and trained copies, have the
+    weight's dtype.
     """
     wide = base.is_floating_point and (base.itemsize > 2 or not autocast)
     return base if wide or kept_in in COPIES else torch.float32

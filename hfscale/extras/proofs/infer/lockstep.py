@@ -121,7 +121,7 @@ def _in_place(
     rank: int,
     gradient: Tensor | None,
 ) -> Tensor | None:
-    """Return a shard's gradient at its position in the full parameter, with zeros elsewhere."""
+    """Return a shard's ``gradient`` in the shape of the full parameter ``leaf``, with zeros outside the shard."""
     if cut is None or gradient is None:
         return gradient
     full = leaf.detach().requires_grad_()
@@ -134,7 +134,7 @@ def _total(values: Sequence[Tensor]) -> Tensor:
 
 
 class _Group:
-    """Run ``size`` threads that wait for each other at every exchange."""
+    """Run ``size`` threads that act as tensor-parallel ranks; they wait for each other at every exchange of tensors."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -142,7 +142,7 @@ class _Group:
         self._slots: list[Any] = [None] * size
 
     def exchange(self, rank: int, value: Tensor) -> list[Tensor]:
-        """Return the values of all ranks, by rank."""
+        """Return the values that all ranks have passed to this call, by rank."""
         self._slots[rank] = value
         self._barrier.wait(_PATIENCE)
         values = list(self._slots)

@@ -115,7 +115,9 @@ class _Search:
         return prove(self.subject, Blueprint(self.layers, blocks), tp_size)
 
     def objection(self, blocks: dict[str, Block], tp_size: int = 2) -> str:
-        """Return the reason why these blocks cannot be proved together; empty if they can."""
+        """Return the reason why a clone whose ``blocks`` are all sharded over ``tp_size`` ranks does not compute the
+        same as one process; empty if it does.
+        """
         try:
             self.prove(blocks, tp_size)
         except Unproved as unproved:
@@ -123,8 +125,8 @@ class _Search:
         return ""
 
     def find(self, candidate: CandidateBlock) -> Block | None:
-        """Return the first hypothesis that holds, with collectives as near to the block's entry and exit as possible;
-        ``None`` if no hypothesis holds.
+        """Return the first hypothesis about the candidate's roles that holds on the clone, with collectives as near to
+        the block's entry and exit as possible; ``None`` if no hypothesis holds.
         """
         guesses = Guesses(self.subject, self.traced, candidate)
         path = candidate.path
@@ -183,8 +185,8 @@ def _infer(model: Any, subject: Subject) -> Inference:
 def _together(
     search: _Search, found: Iterable[tuple[CandidateBlock, Block]]
 ) -> tuple[dict[str, Block], set[str]]:
-    """Prove all blocks together, after merging blocks of the same path; return the blocks, and the paths of attention
-    blocks.
+    """Prove, on one clone, all blocks that were proved one by one, after merging blocks at the same path; leave out
+    blocks that do not hold together with the others. Return the blocks, and the paths of attention blocks.
     """
     blocks: dict[str, Block] = {}
     attention = set()
@@ -201,7 +203,7 @@ def _together(
 
 
 def _union(first: Block, second: Block) -> Block:
-    """Merge two sets of roles of modules at the same path: in different layers, or next to each other in one layer."""
+    """Merge the roles of the modules in two blocks at the same path, of different layers or of one layer."""
     listed = (
         "column",
         "row",
@@ -289,7 +291,9 @@ def find_dropouts(model: Any, blocks: dict[str, Block]) -> dict[str, tuple[str, 
 
 
 def _that_draw(subject: Subject, blocks: dict[str, Block]) -> set[str]:
-    """Return the paths of the blocks that draw random numbers between columns and rows."""
+    """Return the paths of the blocks that draw random numbers (dropout) between their column-parallel and row-parallel
+    projections.
+    """
     states: dict[str, Tensor] = {}
     drawing: set[str] = set()
 
