@@ -277,7 +277,9 @@ def _one_by_one(
 
 
 class Groups:
-    """Cache groups and meshes made from torch's process group for all models: each group has threads and sockets."""
+    """Cache groups and meshes that were made from torch's process group, so that all models share them: each group has
+    threads and sockets.
+    """
 
     def __init__(self) -> None:
         self.made = dict[Any, Any]()
@@ -292,7 +294,7 @@ class Groups:
 
 @lru_cache(maxsize=1)  # only for the current process group: groups of a destroyed one are of no use
 def made_out_of(world: dist.ProcessGroup | None) -> Groups:
-    """Return the cache of groups of this process group; another process group gets a new cache."""
+    """Return the cache of the groups that were made from this process group; another process group gets a new cache."""
     return Groups()
 
 

@@ -98,7 +98,9 @@ def multiply_by(module: nn.Module, products: Callable[[], Products]) -> None:
 
 
 def multiplied_by(module: Any) -> Callable[[], Products]:
-    """Return the constructor that :func:`multiply_by` has set, by default :class:`Products`."""
+    """Return the constructor of the :class:`Products` of a projection, as set by :func:`multiply_by`; by default the
+    class.
+    """
     return module.__dict__.get(_ATTRIBUTE, Products)
 
 
@@ -403,7 +405,9 @@ def leaves_gradient(x: Tensor) -> bool:
 
 
 def narrowed(reduce: Start, dtype: torch.dtype) -> Start:
-    """Return a version of ``reduce`` that sends float32 tensors in ``dtype``, and returns results in float32."""
+    """Return a version of ``reduce``, which starts a collective, that sends float32 gradients in ``dtype`` and returns
+    float32 results.
+    """
 
     def start(grad: Tensor) -> Started:
         if grad.dtype != torch.float32:

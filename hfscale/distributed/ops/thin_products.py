@@ -105,7 +105,9 @@ def splits(wide: Tensor, factor: Tensor) -> bool:
 
 
 def splits_for(dtype: torch.dtype, factor: Tensor) -> bool:
-    """Return whether float32 factors are split for activations in ``dtype``, on the device of ``factor``."""
+    """Return whether float32 factors on the device of ``factor`` are split into bfloat16 terms, to be multiplied with
+    activations in ``dtype``.
+    """
     types = dtype, factor.dtype
     return widens_products(factor.device) and types == (torch.bfloat16, torch.float32)
 
@@ -212,7 +214,7 @@ def _empty_thin(wide: Tensor, factor: Tensor, scale: float) -> Tensor:
 
 
 def _added(*_: Any) -> None:
-    """Do nothing, as the kernel for the meta device, whose tensors have no values."""
+    """Do nothing: the kernel of the operator ``add_from_thin`` for the meta device, whose tensors have no values."""
 
 
 def _empty_gradient(thin: Tensor, wide: Tensor, transposed: bool) -> Tensor:

@@ -176,7 +176,9 @@ def _gradient(
 
 
 def _blocks(logits: Tensor) -> list[slice]:
-    """Return the blocks of rows that are processed one after the other."""
+    """Return slices of the rows of ``logits`` that are processed one after the other, to limit the memory of
+    intermediate results.
+    """
     count = len(logits)
     if is_fused(logits.device):  # one block: the fused kernel needs no float32 buffer
         return [slice(0, count)]

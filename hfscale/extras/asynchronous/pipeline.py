@@ -157,8 +157,9 @@ class AsynchronousPipeline(Pipeline):
     def run(
         self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool
     ) -> Tensor:
-        """Run one call. Return, on all stages, the loss of the batch whose gradients have reached the first stage: the
-        batch of ``p - 1`` calls ago (PipeDream) or of the last call (2BW); nan while the pipeline fills.
+        """Run one call of ``train_step`` or ``eval_step``. Return, on all stages, the loss of the batch whose gradients
+        have reached the first stage: the batch of ``p - 1`` calls ago (PipeDream on ``p`` stages) or of the last call
+        (2BW); nan while the pipeline fills. An evaluation returns the loss of its own batch.
         """
         # an evaluation uses separate workers, so that microbatches in flight stay untouched
         if not backward:
@@ -254,8 +255,9 @@ class AsynchronousPipeline(Pipeline):
             self._finished.append(version)
 
     def _reported(self) -> Tensor:
-        """Begin to copy this call's loss to the CPU, and return the loss of an earlier call, which has arrived. The
-        next call sends this loss to all stages, because sending it now would make the CPU wait for this call.
+        """Begin to copy this call's loss to the CPU, and return the loss of an earlier call, which has arrived.
+
+        The next call sends this call's loss to all stages: sending it now would make the CPU wait for this call.
         """
         device = self._mesh.device
         copied = None

@@ -66,7 +66,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Header:
-    """Hold the description of a file's tensors."""
+    """Hold a GGUF file's header: the architecture, and a description of each tensor."""
 
     architecture: str
     scaling: str  # kind of scaling of rotary embeddings
@@ -290,7 +290,7 @@ def the_package(path: str | Path) -> Any:
 
 
 def _values(words: Tensor, kind: Any, package: Any) -> Tensor:
-    """Dequantize whole blocks: bytes ``[..., n * bytes]`` -> float32 values ``[..., n * entries]``."""
+    """Dequantize full blocks ``[..., n * bytes of a block]`` to float32 values ``[..., n * entries of a block]``."""
     return torch.from_numpy(package.dequantize(words.contiguous().numpy(), kind))
 
 

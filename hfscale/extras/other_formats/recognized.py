@@ -115,7 +115,8 @@ _KINDS = (
 
 
 def recognize(source: Path) -> str | None:
-    """Return a phrase with the format of a checkpoint in ``source``, or just below it, and the tool that converts it.
+    """Return a phrase with the format of the checkpoint in ``source`` or in its subdirectories, and the tool that
+    converts it.
 
     Return ``None`` if no format is recognized.
     """
@@ -154,7 +155,7 @@ def _paths(directory: Path) -> set[str]:
 
 
 def _directories(directory: Path, deep: int) -> Iterator[Path]:
-    """Yield a directory and its subdirectories, level by level, except hidden ones."""
+    """Yield a directory and its subdirectories down to ``deep`` levels, level by level, except hidden ones."""
     level = [directory]
     for _ in range(deep + 1):
         level = [each for each in level if each.is_dir()]

@@ -53,7 +53,7 @@ def prove_entry(
 
 
 class _EntryProbe(Probe):
-    """Run a model up to its first layers; record the modules that are called before these layers."""
+    """Run a model up to the first layer of each layer list; record the modules that are called before these layers."""
 
     def __init__(
         self,
@@ -367,8 +367,8 @@ class _ReachProbe(Probe):
 
 
 def prove_loan(model: Any, loan: Loan) -> tuple[bool, bool]:
-    """Return whether layers can use the loan (a module of the first layer whose result all layers read), tested on a
-    clone.
+    """Return whether a clone computes the same if its other layers call the loan themselves. The loan is a module of
+    the first layer whose result all layers read.
     """
     clone = tiny_model(model)
     # Stock code may raise anything if layers do not get their usual arguments.

@@ -235,7 +235,9 @@ def _of_tokens(x: Any) -> bool:
 
 
 class _Subject:
-    """Hold a model whose attention is replaced by hfscale's, and whose sequences are split as in a run."""
+    """Hold a tiny model with hfscale's attention in place of its own, and sequences that are split as over context
+    ranks.
+    """
 
     def __init__(self, model: Any, text: str, mixers: "_Mixers") -> None:
         self._whole_mask, self._count = mixers.whole_mask, position_counter(model)
@@ -404,7 +406,9 @@ class _OneToken:
 
 
 def _batch(model: Any, padded: bool, marked: bool) -> dict[str, Tensor]:
-    """Return a batch of tokens; if ``marked``, some tokens belong to a picture, whose tokens may read each other."""
+    """Return a batch of tokens, with padding if ``padded``; if ``marked``, some tokens belong to a picture, whose
+    tokens may read each other.
+    """
     vocabulary = int(model.config.get_text_config().vocab_size)
     ids = torch.randint(
         3,

@@ -142,7 +142,7 @@ class Probe(TorchDispatchMode):
                 self._handles.pop().remove()
 
     def _operated(self, given: list[Tensor], result: Any) -> None:
-        """Inspect the input tensors and the result of an operation."""
+        """Inspect the input tensors and the result of one torch operation; called for every operation of the pass."""
 
     def __torch_dispatch__(
         self,
@@ -193,7 +193,9 @@ class TokenByToken:
     """
 
     def replacement(self, name: str, function: Any) -> Any:
-        """Return the function that a mixer calls instead of the ``function`` of this name."""
+        """Return a function of single tokens, to be called by a mixer in place of its convolution or scan ``function``
+        of this ``name``.
+        """
         if name == CONVOLUTION:
             return lambda x, weight, *_, **__: torch.tanh(x) * weight.sum(-1)[:, None]
         scan = SCANS[name]

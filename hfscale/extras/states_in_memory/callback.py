@@ -26,7 +26,7 @@ class StatesInMemoryCallback(StatesAside):
         self.states: StatesInMemory | None = None
 
     def states_of(self, trainer: Any) -> StatesInMemory:
-        """Return the states of a trainer; the first call is collective."""
+        """Return the object that saves the trainer's states to memory; the first call makes it, and is collective."""
         if self.states is None:
             output: str = trainer.args.output_dir
             self.states = StatesInMemory(
@@ -35,8 +35,8 @@ class StatesInMemoryCallback(StatesAside):
         return self.states
 
     def newest(self, trainer: Any, found: Path | None) -> Path | None:
-        """Return the state in memory if it is newer than the one ``found`` on disk, else ``None``. Call it on every
-        rank.
+        """Return the directory of the state in memory if it is newer than the state ``found`` on disk, else ``None``.
+        Call it on every rank.
         """
         return self.states_of(trainer).newest(found)
 

@@ -130,7 +130,9 @@ def _report(
 
 
 class _Run:
-    """Run a recipe under torch's elastic agent; ``finish`` returns the seconds it took, ``end`` its results."""
+    """Run a recipe under torch's elastic agent, which restarts killed ranks; ``finish`` returns the seconds it took,
+    ``end`` its results.
+    """
 
     def __init__(self, source: str, overrides: list[str], kills: int) -> None:
         recipe = read_recipe(source, overrides)

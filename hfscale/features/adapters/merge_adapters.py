@@ -95,10 +95,11 @@ def merge_local_weights(
     adapters: Any, runtime: Runtime, shares: dict[str, Tensor], names: Sequence[str] | None = None
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """Merge the adapters ``names`` (``None``: the active ones) into the weights of a model whose sharding is undone
-    (its parameters are local shards). ``shares`` are
-    this rank's final shards of weights and adapters, and are changed in place. Restore the stock modules, and return
-    the stock model, on the meta device, and its shards. If merging fails on one rank, raise :class:`CheckpointError` on
-    every rank, and keep the wrappers.
+    (its parameters are local shards).
+
+    ``shares`` are this rank's final shards of weights and adapters, and are changed in place. Restore the stock
+    modules, and return the stock model, on the meta device, and its shards. If merging fails on one rank, raise
+    :class:`CheckpointError` on every rank, and keep the wrappers.
     """
     plan = runtime.plan
     mesh = runtime.mesh

@@ -105,7 +105,7 @@ _CARD = "README.md"
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """Hold the arguments of PEFT's ``save_pretrained`` that select the files to write."""
+    """Hold those arguments of PEFT's ``save_pretrained`` that select which files are written."""
 
     embeddings: bool | str = "auto"  # PEFT's argument save_embedding_layers
     safetensors: bool = True

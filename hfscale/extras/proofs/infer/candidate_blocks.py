@@ -20,8 +20,8 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True)
 class CandidateBlock:
-    """Describe a possible block. Paths of its modules are relative to the block; the block's path is relative to the
-    layer.
+    """Describe a possible tensor-parallel block. Paths of its modules are relative to the block; the block's path is
+    relative to the layer.
     """
 
     layer: str  # the first layer that has the block
@@ -44,7 +44,9 @@ class CandidateBlock:
 
 
 def find_candidates(subject: Subject, trace: Trace) -> tuple[list[CandidateBlock], list[str]]:
-    """Return the distinct candidates of all layers, and the reasons why other groups of projections were rejected."""
+    """Return the distinct candidate blocks of all layers, and the reasons why other groups of projections were
+    rejected.
+    """
     candidates: dict[tuple[str, Names], CandidateBlock] = {}
     passed: list[str] = []
     for layer in subject.layer_names:

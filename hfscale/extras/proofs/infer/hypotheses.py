@@ -75,8 +75,8 @@ class Guesses:
             yield replace(base, parts=parts, key_value=key_value, **given)
 
     def edges(self, block: Block) -> Iterator[Block]:
-        """Yield a proved block with its edges (the modules at which its collectives run) moved, starting with the edges
-        nearest to the block's own entry and exit.
+        """Yield a proved block with its collectives moved to other modules, starting with those nearest to the block's
+        own entry and exit.
         """
         if not self.candidate.path:
             return
@@ -200,7 +200,9 @@ class Guesses:
         yield {}
 
     def _local(self) -> Iterator[tuple[str, ...]]:
-        """Yield sets of integer attributes that the forward pass reads and that may have to become local sizes."""
+        """Yield sets of integer attributes (such as the number of heads) that the forward pass reads, and that may have
+        to be replaced by the sizes of one rank.
+        """
         sizes = self.widths | {
             width // part for width in self.widths for part in (2, 3) if width % part == 0
         }

@@ -41,7 +41,9 @@ Gradients = dict[str, Tensor | None]  # gradients by the parameter's name in the
 
 
 def prove(subject: Subject, blueprint: Blueprint, tp_size: int = 2) -> Proof:
-    """Compare the clone with ``tp_size`` ranks that shard the blocks of ``blueprint``, planned like a real run."""
+    """Compare the clone with ``tp_size`` ranks that shard the blocks of ``blueprint``, planned as in a real run; raise
+    :class:`Unproved` if they differ.
+    """
     sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
     # Pass all sizes explicitly, so that no size is read from environment variables.
     layout = ParallelConfig(**{**sizes, "tp_size": tp_size}, sequence_parallel=False)
@@ -172,7 +174,9 @@ class _Group:
 
 
 class _RankModel:
-    """Hold one rank's copy of a model, with the rank's shards and with collectives at the edges of blocks."""
+    """Hold one rank's copy of a model, with the rank's shards, and with collectives at the entries and exits of
+    tensor-parallel blocks.
+    """
 
     def __init__(
         self,

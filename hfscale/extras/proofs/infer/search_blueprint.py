@@ -232,7 +232,9 @@ def _union(first: Block, second: Block) -> Block:
 def _that_hold_with_odd_widths(
     search: _Search, model: Any, blocks: dict[str, Block]
 ) -> dict[str, Block]:
-    """Return the blocks that also hold on a clone with other sizes (odd MLP widths), and thus not by coincidence."""
+    """Return the blocks whose roles of modules also hold on a clone with other sizes (odd MLP widths), and thus not by
+    coincidence.
+    """
     fields = search.subject.model.config.to_dict()
     odd = {
         name: value + 1

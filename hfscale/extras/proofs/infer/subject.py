@@ -73,7 +73,9 @@ def aside() -> Iterator[None]:
 
 
 def make_subject(model: Any, **changes: Any) -> Subject:
-    """Build a clone of ``model`` with ``changes`` to its config."""
+    """Build a clone of ``model``, with ``changes`` to its tiny config, and a batch for it; raise :class:`Unproved` if
+    that fails.
+    """
     reads = getattr(model, "main_input_name", "input_ids")
     if reads != "input_ids" and "input_ids" not in inspect.signature(model.forward).parameters:
         raise Unproved(f"it reads {reads}, and is tried on tokens alone")
