@@ -32,8 +32,8 @@ class Extension:
     commands: Mapping[str, str] = field(default_factory=dict)
     """Subcommand of ``hfscale`` -> module name; the module has ``HELP``, ``EXAMPLE``, ``add_arguments`` and ``run``."""
     proofs: Mapping[str, str] = field(default_factory=dict)
-    """Name of a property of model classes -> import path of the function that determines the property by running a tiny
-    copy of the model, for :func:`hfscale.models.facts.ask`.
+    """Name of a property of model classes -> import path of its proof, a function that determines the property for a
+    model; for :func:`hfscale.models.facts.ask`.
     """
     optimizer_options: Mapping[str, str] = field(default_factory=dict)
     """Option of :func:`hfscale.create_optimizer` -> import path of an

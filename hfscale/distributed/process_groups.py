@@ -154,7 +154,7 @@ def context_groups(mesh: Mesh, every: int, size: int) -> tuple[Any, Any]:
 
 
 def _with_experts(mesh: Mesh, made: "Groups") -> Mesh:
-    """Add the device mesh over :data:`EXPERT_AXES` and its groups."""
+    """Return ``mesh`` with the device mesh over :data:`EXPERT_AXES` (for experts), and with its process groups."""
     layout = mesh.layout
     device = mesh.device
     shape = tuple(layout.size("expert_tp" if axis == "tp" else axis) for axis in EXPERT_AXES)
@@ -177,7 +177,7 @@ def _with_ties(
     made: "Groups",
     ties: Sequence[tuple[int, ...]],
 ) -> Mesh:
-    """Add the groups of pipeline ranks that hold one tied tensor."""
+    """Return ``mesh`` with a group for each entry of ``ties``: the pipeline ranks that hold one tied tensor."""
     assert mesh.device_mesh is not None
     device = mesh.device
     groups = dict[Any, Any]()
@@ -199,8 +199,8 @@ def _with_ties(
 
 
 def _with_stages(mesh: Mesh, made: "Groups", neighbours: Sequence[Pair]) -> Mesh:
-    """Add the groups of pipeline ranks: one for each pair of ``neighbours`` and direction, for tensors, and one of all
-    stages, for small messages.
+    """Return ``mesh`` with the groups of pipeline ranks: one for each pair of ``neighbours`` and direction, for
+    tensors, and one of all stages, for small messages.
     """
     assert mesh.device_mesh is not None
     device_mesh = mesh.device_mesh

@@ -123,7 +123,9 @@ def start(device: torch.device, timeout: timedelta = TIMEOUT) -> None:
 
 
 def restarted() -> bool:
-    """Return whether the launcher has restarted the ranks (``--max_restarts``) and has a store for their rendezvous."""
+    """Return whether the launcher, if it holds the store of the rendezvous, has restarted the ranks
+    (``--max_restarts``).
+    """
     return has_agent_store() and os.environ.get(RESTARTS, "0") != "0"
 
 
@@ -299,7 +301,9 @@ def made_out_of(world: dist.ProcessGroup | None) -> Groups:
 
 
 def rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
-    """Partition pairs of ranks into few lists of disjoint pairs; for a chain, the even pairs and then the odd pairs."""
+    """Partition pairs of ranks into few lists of disjoint pairs, so that the groups of a list are made at once; for a
+    chain, the even pairs and then the odd pairs.
+    """
     made: list[list[Pair]] = []
     for pair in sorted(pairs):
         free = (

@@ -62,8 +62,8 @@ class HeadRows:
         self._kept: tuple[Any, ...] = ()
 
     def logits(self, rows: Tensor, gradients: bool) -> Tensor:
-        """Return this rank's logits ``[n, V/t]`` of rows ``[n, h]`` (a vocabulary of ``V`` over ``t`` tensor ranks),
-        without a graph.
+        """Return this rank's logits ``[n, V/t]`` of rows ``[n, h]``, without an autograd graph; the vocabulary of ``V``
+        tokens is sharded over ``t`` ranks.
 
         With ``gradients``, save what the following call of :meth:`backward` needs.
         """

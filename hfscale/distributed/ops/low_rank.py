@@ -194,8 +194,8 @@ class LastCast:
         self._known: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
     def of(self, x: Tensor) -> Tensor:
-        """Return ``x`` itself if it has the dtype that autocast would give it in a matrix product, else a detached copy
-        in this dtype; the same copy if ``x`` was also the tensor of the last copy.
+        """Return ``x`` in the dtype in which autocast would pass it to a matrix product: ``x`` itself, or a detached
+        copy, which is made only once for consecutive calls with the same ``x``.
         """
         dtype = autocast_dtype(x)
         if x.dtype == dtype:

@@ -74,7 +74,7 @@ class Products:
         return autocasted_weight(weight)
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output ``[..., out]`` of ``x [..., in]``."""
+        """Return the projection's output ``[..., out]`` for its input ``x [..., in]``."""
         return F.linear(x, weight, bias)
 
     def to_input(self, grad: Tensor, weight: Tensor) -> Tensor:

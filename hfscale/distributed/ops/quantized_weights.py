@@ -40,7 +40,7 @@ class Encoding(ABC):
         """Return the values ``[matrices, rows, columns]`` of the gathered bytes, by default in :attr:`dtype`."""
 
     def marks(self) -> Mapping[str, Any]:
-        """Return the attributes, name -> value, that PEFT reads from the parameter."""
+        """Return the attributes, name -> value, that PEFT reads from a parameter in this quantization format."""
         return {}
 
 
@@ -66,7 +66,7 @@ def encodings_of(module: nn.Module) -> dict[str, Encoding]:
 
 
 def register_quantized(module: nn.Module, name: str, encoding: Encoding) -> None:
-    """Register in ``module`` a quantized parameter ``name`` on the meta device."""
+    """Register in ``module`` a quantized parameter ``name`` on the meta device, whose bytes ``encoding`` decodes."""
     module.__dict__.setdefault(_ENCODINGS, {})[name] = encoding
     empty = torch.empty(encoding.row_shape, dtype=torch.uint8, device="meta")
     own_parameters(module)[name] = nn.Parameter(empty, requires_grad=False)

@@ -275,8 +275,8 @@ def _convolved(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Run the convolution ``host`` on ``x [b, d, s]`` segment by segment: the tokens of one document in one interval of
-    this rank, preceded by the inputs before them in this document.
+    """Run the convolution ``host`` on each segment of ``x [b, d, s]``, preceded by the inputs before it in its
+    document. A segment is the tokens of one document in one of this rank's intervals of the sequence.
     """
     width = weight.shape[-1] - 1
     tails = segments.chain.tails(x, width) if segments.chain is not None and width else []
@@ -310,8 +310,8 @@ def _scanned(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run the function ``host``, a scan, segment by segment: the tokens of one document in one interval of this rank,
-    from the state before them.
+    """Run the scan ``host`` on each segment, from the state before it. A segment is the tokens of one document in one
+    of this rank's intervals of the sequence.
 
     The state may come from another context rank, for which this rank waits.
     """
@@ -397,8 +397,8 @@ def _by_segments(
     before: Callable[[int, Tensor | None], Tensor | None],
     after: Callable[[int, Tensor | None], None],
 ) -> Tensor:
-    """Call ``run`` for each segment along ``dim`` (the tokens of one document in one interval of this rank), and return
-    the concatenated outputs.
+    """Call ``run`` for each segment along ``dim``, and return the concatenated outputs. A segment is the tokens of one
+    document in one of this rank's intervals of the sequence.
 
     ``before`` returns the scan's state before an interval, and ``after`` receives the state after it.
     """

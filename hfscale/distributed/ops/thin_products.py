@@ -157,7 +157,7 @@ def _scaled_sum(products: Tensor, dim: int, scale: float) -> Tensor:
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b`` of bfloat16 matrices in float32, without rounding the sums to bfloat16.
 
-    CPUs have no kernel for such a product, so there the matrices are cast to float32.
+    CPUs have no kernel for such a product, so on CPUs the matrices are cast to float32.
     """
     if widens_products(a.device):
         return torch.mm(a, b, out_dtype=torch.float32)

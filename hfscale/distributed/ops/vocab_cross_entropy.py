@@ -168,7 +168,7 @@ def _gradient(
     spread: float,
     reuse: bool,
 ) -> Tensor:
-    """Compute :meth:`RowTerms.gradient` in one pass over the logits."""
+    """Return the gradient of the rows' losses by ``logits [n, V/t]``, times ``scale``, in one pass over the logits."""
     gradient = ((logits.to(lse.dtype) - lse).exp() - spread) * scale
     columns = torch.arange(logits.shape[1], device=logits.device)
     gradient = torch.where(columns == places, gradient + hit, gradient).to(logits.dtype)

@@ -113,8 +113,8 @@ class AsynchronousPipeline(Pipeline):
         return self._calls > 0
 
     def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
-        """Split the batches of one call into microbatches. PipeDream allows one per call; 2BW needs one per stage or
-        more.
+        """Split the batches of one ``train_step`` into microbatches. PipeDream allows one microbatch; PipeDream-2BW
+        needs as many as stages, or more.
         """
         if not torch.is_grad_enabled():  # an evaluation
             return super().share_out(given)
@@ -228,7 +228,7 @@ class AsynchronousPipeline(Pipeline):
         return self._reported()
 
     def _order(self, num_microbatches: int) -> Order:
-        """Return the order of an evaluation, which runs forward passes only."""
+        """Return the order of the actions of an evaluation, which runs forward passes only."""
         return order("1f1b", self._layout.pp, num_microbatches)
 
     def _what_trains(self) -> list[str]:

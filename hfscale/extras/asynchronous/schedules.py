@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def asynchronous_order(pp_size: int, num_microbatches: int, steps: int, *, every: int = 0) -> Order:
-    """Return 1F1B over consecutive steps, with an update after ``every`` microbatches (default: after each step)."""
+    """Return the order of actions of 1F1B over ``steps`` consecutive steps, with an update of the weights after
+    ``every`` microbatches (default: after each step).
+    """
     every = every or num_microbatches
     ranks = []
     for stage in range(pp_size):

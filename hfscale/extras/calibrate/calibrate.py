@@ -32,7 +32,7 @@ _UNKNOWN_LATENCY = 1e-4
 
 @dataclass(frozen=True)
 class Sizes:
-    """Hold the sizes of the layer to measure."""
+    """Hold the sizes of the layer to time, and the seconds that one measurement takes."""
 
     hidden: int = 512  # width of the hidden states
     ffn: int = 1376  # width inside the MLP

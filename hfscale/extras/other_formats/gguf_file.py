@@ -97,7 +97,7 @@ class GgufFile(BytesOnDisk):
 
     @property
     def architecture(self) -> str:
-        """Return llama.cpp's name of the architecture."""
+        """Return llama.cpp's name of the model's architecture."""
         return self._header.architecture
 
     @property
@@ -186,8 +186,8 @@ class _Cursor:
 
 @lru_cache(maxsize=4)
 def _read_header(path: Path, size: int, changed: int) -> _Header:
-    """Return the header of a file, cached until the file changes (``changed``): a load reads it several times, and the
-    tokenizer in it is long.
+    """Return the header of a file; it is cached until ``changed``, the time of the file's last change, differs: a load
+    reads the header several times, and the tokenizer in it is long.
     """
     with path.open("rb") as file:
         cursor = _Cursor(file, size)

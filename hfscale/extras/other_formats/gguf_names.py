@@ -81,7 +81,7 @@ BY_SLICES: dict[str, _Rule] = {
     "stablelm": _as_it_is,
     "command-r": _as_it_is,
 }
-"""llama.cpp's name of an architecture -> the rule for its tensors."""
+"""llama.cpp's name of an architecture -> the rule that makes transformers' tensors of the file's tensors."""
 
 
 def as_transformers(file: GgufFile, model: Any) -> dict[str, TensorOnDisk]:

@@ -10,7 +10,7 @@
     stages 1, 2    rank 0 [q q q q k] rank 1 [k v v v v]     a group may be split inside a parameter
     stage 3        rank 0 [q q k v v] rank 1 [q q k v v]     each parameter is sharded over all ranks, padded at its end
 
-Trained weights are the 32-bit master weights. Frozen weights are in the model states, in their own dtype: whole with
+Trained weights are the 32-bit master weights. Frozen weights are in the model states, in their own dtype: in full with
 stages 1 and 2; with stage 3, every rank's file has a fragment of each frozen weight. Buffers are in the model states
 too. The files contain objects of DeepSpeed's classes; stand-ins replace these, and nothing of DeepSpeed is imported or
 run.
@@ -156,7 +156,9 @@ class ZeroCheckpoint:
         return found
 
     def _frozen(self) -> dict[str, TensorOnDisk]:
-        """Return the frozen weights: whole ones, or (stage 3) ones composed of a fragment in every rank's file."""
+        """Return the frozen weights: with stages 1 and 2 as stored, with stage 3 composed of a fragment in every rank's
+        file.
+        """
         shapes = self._model.get("frozen_param_shapes") or {}
         paths = self._model_files if shapes and self.stage == 3 else self._model_files[:1]
         if shapes and self.stage == 3 and len(paths) != len(self._ranks):
@@ -311,8 +313,8 @@ def _rank(path: Path) -> int:
 
 
 def _runs(flats: list[TensorOnDisk], start: int, length: int) -> list[Run]:
-    """Return where ``length`` values, from ``start`` on, of the concatenation of flat tensors are: one run per flat
-    tensor.
+    """Return where the ``length`` values from ``start`` on are, in the concatenation of ``flats``: one run for each
+    flat tensor that has some of them.
     """
     found = []
     at = 0

@@ -220,7 +220,7 @@ def join_pictures(pictures: list[Picture]) -> Picture:
 
 
 def vision_part(config: Any) -> Any:
-    """Return the nested config that has the picture's size."""
+    """Return the config of the vision tower, nested in ``config``, which has the size of pictures."""
     for name in ("vision_config", "vlm_config", "vq_config", "encoder"):
         inside = getattr(config, name, None)
         if inside is not None:

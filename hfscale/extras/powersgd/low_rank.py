@@ -134,7 +134,9 @@ class PowerSGD(Compressor):
 
 
 def first_factor(seed: int, number: int, columns: int, rank: int) -> Tensor:
-    """Return a random normal factor ``[columns, rank]`` for matrix ``number`` of a buffer."""
+    """Return the random normal factor ``[columns, rank]`` with which PowerSGD begins, for matrix ``number`` of a
+    gradient buffer.
+    """
     return torch.randn(
         columns,
         rank,

@@ -1,4 +1,5 @@
-"""Prove facts about modules before, between and after a model's layers, about unused modules, and about loans.
+"""Prove which modules run before, between and after a model's layers, which modules are unused, and whether layers can
+use a loan.
 
 A loan is a module of the first layer whose result all layers read (:class:`hfscale.plan.stages.Loan`).
 """

@@ -1,4 +1,4 @@
-"""Save a Trainer's run to its hosts' memory, and resume from there."""
+"""Save a Trainer's run to its hosts' memory, and resume from this memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,7 +41,9 @@ class StatesInMemoryCallback(StatesAside):
         return self.states_of(trainer).newest(found)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Let the Trainer save to memory after the step."""
+        """Let the Trainer save the state to memory after this step if ``every`` divides the number of steps; after
+        other steps, raise if the last save has failed.
+        """
         between = state.global_step % self.every
         self.due = not between and state.global_step < state.max_steps
         if between and self.states is not None:
@@ -52,11 +54,11 @@ class StatesInMemoryCallback(StatesAside):
         self.due = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Free the memory after the last step, also after an early stop."""
+        """Remove the states from memory after the last step, also after an early stop."""
         self.free()
 
     def free(self) -> None:
-        """Free the memory. Call it on every rank."""
+        """Remove the states from memory. Call it on every rank."""
         if self.states is not None:
             self.states.remove()
             self.states = None

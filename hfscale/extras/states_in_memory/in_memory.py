@@ -197,14 +197,16 @@ class StatesInMemory:
         return self.directory / name
 
     def remove(self) -> None:
-        """Free the memory at the end of a run. Call it on every rank."""
+        """Remove the run's states from memory at the end of the run. Call it on every rank."""
         with all_or_none(self._mesh, f"{self.directory} could not be removed"):
             wait_for_saves()
             self._mesh.all_gather_object(None)
             shutil.rmtree(self.directory.parent, ignore_errors=True)
 
     def _name_of_run(self) -> str:
-        """Return the name of the run on disk; draw a new name if there is none. Call it on every rank."""
+        """Return the run's name, a random one that is stored in its directory on disk; draw a new name if none is
+        stored. Call it on every rank.
+        """
         self._mesh.all_gather_object(None)  # the first rank may have removed an earlier run
         path = self._disk / RUN
         own = path.read_text() if path.exists() else ""
@@ -302,8 +304,8 @@ def _remove_others(
     why: str,
     run: str | None = None,
 ) -> None:
-    """Remove everything in a directory except ``kept``. Log the reason ``why`` for each removed entry, except for
-    complete states of the run ``run``.
+    """Remove everything in a directory except ``kept``. Log the reason ``why`` for each removed entry; if ``run`` is
+    given, only for complete states of other runs.
     """
     for path in directory.iterdir():
         if path != kept:

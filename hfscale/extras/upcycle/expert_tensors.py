@@ -160,7 +160,9 @@ class Variation:
         return torch.randperm(width, generator=self.generator(f"{layer}/{expert}/channels"))[:count]
 
     def apply(self, weight: Tensor, projection: str, layer: int, expert: int) -> Tensor:
-        """Return an expert's weight made from the dense ``weight``; the dense weight itself if nothing varies."""
+        """Return an expert's weight, made from the dense ``weight`` by noise and by redrawing channels; the dense
+        weight itself if neither is asked for.
+        """
         if not self.noise and not self.reinitialize:
             return weight
         generator = self.generator(f"{layer}/{expert}/{projection}")

@@ -138,7 +138,7 @@ FAMILIES: dict[str, Family] = {
     "olmo2": _FLEX_OLMO,
     "granite": _GRANITEMOE,
 }
-"""Dense ``model_type`` -> its target and the translation."""
+"""``model_type`` of a dense family -> its mixture-of-experts target, and the translation of its config."""
 
 REFUSED = {
     "olmo": "its layer norms have no weights and its queries and keys no norms, while olmoe's have both",

@@ -108,8 +108,8 @@ def _read_by_first(sums: PartialSums, first: bool, leaf: Tensor) -> Tensor:
 
 
 def _is_summed_bias(plan: Plan, adapter: AdapterParameter) -> bool:
-    """Return whether an adapter's parameter is a bias that is added to a sharded projection's output, which is summed
-    over ranks, so that only one rank may add the bias.
+    """Return whether an adapter's parameter is a bias after a row-parallel projection, whose output is summed over
+    ranks, so that only one rank may add the bias.
     """
     of_factor = adapter.kept_in == LORA_B and len(adapter.shape) == 1
     is_bias = of_factor or adapter.kept_in == BEFT_BIAS

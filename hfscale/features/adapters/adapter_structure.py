@@ -37,7 +37,9 @@ def wrap(model: Any, config: Any, name: str, autocast: bool = True, beside: bool
 def narrowed(
     config: Any, targets: Sequence[str], parameters: Sequence[str], copies: Sequence[str]
 ) -> Any:
-    """Return a copy of the config that targets only the given modules, by their full names."""
+    """Return a copy of the config that targets only these modules and parameters of experts, and copies only the
+    modules ``copies``, all by their full names.
+    """
     from peft.utils.constants import DUMMY_TARGET_MODULES
 
     result = copy.deepcopy(config)
@@ -242,8 +244,8 @@ _CONVERT = "save the adapter by hfscale.save_pretrained, and convert it in one p
 
 
 def guard_methods(peft_model: Any, whole: Any) -> None:
-    """Make methods of ``peft_model`` raise if they would bypass the plan, and let PEFT count the parameters of the full
-    model ``whole``. Switching adapters on this rank's model also switches them on ``whole``.
+    """Make PEFT's methods raise that do not work on a sharded model (merging, adding adapters, ...), and let PEFT count
+    the parameters of the full model ``whole``. Switching adapters on this rank's model also switches them on ``whole``.
     """
     stock = peft_model.get_base_model()
     for name, instead in _REFUSED.items():
@@ -280,7 +282,7 @@ def _refuse_parts(model: Any) -> None:
 
 
 def give_back_methods(stock: nn.Module) -> None:
-    """Restore the stock model's own methods, and remove its PEFT config."""
+    """Give a stock model its own methods back, which adding adapters had replaced, and remove its PEFT config."""
     for name in (*_OF_STOCK, "peft_config"):
         stock.__dict__.pop(name, None)
 

@@ -428,7 +428,9 @@ class _NewAdapters:
     def _advance_random(
         self, module: nn.Module, path: str, adapters: list[AdapterParameter]
     ) -> None:
-        """Advance the RNG by the random numbers of a module's adapters that are on another stage."""
+        """Draw the random numbers for a module's adapters that are on another stage, without keeping them, so that the
+        RNG advances as on that stage.
+        """
         config = copy.deepcopy(self.config)
         config.use_dora = False  # magnitudes are computed from weights, without random numbers
         if getattr(config, "init_lora_weights", True) in DECOMPOSING:
@@ -439,7 +441,9 @@ class _NewAdapters:
         inject_alone(config, self.name, module, path, adapters)
 
     def _fill(self, module: nn.Module, path: str) -> dict[str, Tensor]:
-        """Gather the real weights into ``module``; return the module's own parameters, in their own dtype."""
+        """Fill the stock ``module`` at ``path`` with the model's full weights, gathered over ranks; return these
+        weights in their own dtype, by name within the module.
+        """
         weights = {}
         quantized = self.plan.quantized.weights if self.plan.quantized is not None else ()
         for key, parameter in module.named_parameters(recurse=False):

@@ -44,7 +44,9 @@ _last_cast = LastCast()
 
 
 class FusedAdapters(Part):
-    """Let LoRA wrappers compute by one operator, inside everything that is installed around the wrappers."""
+    """Make LoRA wrappers compute by one operator; hooks and functions that other features have installed on wrappers
+    and projections still run.
+    """
 
     def is_needed(self, runtime: Runtime) -> bool:
         """Return whether fusing is on and there are adapters, from the plan or added by PEFT in one process."""
@@ -79,7 +81,9 @@ def why_unfused(wrapper: Any) -> str | None:
 
 
 def _note_forwards(wrapper: Any) -> None:
-    """Record the forward functions that hfscale has set on the modules in a wrapper."""
+    """Record which forward functions hfscale has set on the modules in a wrapper, so that later replacements are
+    noticed.
+    """
     factors = (*modules_in(wrapper, LORA_A), *modules_in(wrapper, LORA_B))
     for module in (wrapper.base_layer, *factors):
         setattr(module, _NOTED, _own_forward(module))

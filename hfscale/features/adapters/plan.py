@@ -33,7 +33,9 @@ from ...plan.stages import StagePlan, Tie
 
 
 def plan_adapters(plan: Plan, adapters: Sequence[AdapterParameter]) -> Plan:
-    """Return the plan with ``adapters``, of known kinds, whose parameters come last."""
+    """Return ``plan`` with the parameters of ``adapters`` after its own; these must be kinds of adapters that hfscale
+    can shard.
+    """
     stages = plan.stages
     if stages is not None:
         stages = _with_ties(with_encoder(stages, adapters), adapters)
@@ -64,7 +66,9 @@ def with_encoder(stages: StagePlan, adapters: Sequence[AdapterParameter]) -> Sta
 
 
 def prompt_of(plan: Plan) -> str | None:
-    """Return :data:`PROMPT` or :data:`PREFIX`, or ``None`` if a plan has neither."""
+    """Return the kind of the plan's prompt: :data:`PROMPT` (virtual tokens), :data:`PREFIX` (virtual keys and values),
+    or ``None`` if the plan has no prompt.
+    """
     kinds = {adapter.kept_in for adapter in plan.adapters}
     return next((kind for kind in IN_FRONT if kind in kinds), None)
 

@@ -121,7 +121,7 @@ def wrap_and_plan(
 def plan_with(
     whole: Any, adapters: Sequence[AdapterParameter], plan: Plan, fused: bool = True
 ) -> Plan:
-    """Return the stock ``plan`` with the ``adapters`` of PEFT's model ``whole``."""
+    """Return ``plan``, the plan of a model without adapters, plus the ``adapters`` of PEFT's model ``whole``."""
     planned = plan_adapters(plan, adapters)
     if fused and any(adapter.kept_in == LORA_A for adapter in adapters):
         own = _plan_fused(whole, planned)
@@ -154,7 +154,7 @@ def _plan_fused(whole: Any, plan: Plan) -> FusedAdaptersPlan:
 
 
 def _check(config: Any, plan: Plan) -> None:
-    """Raise :class:`ConfigError` for unsupported configs before anything is wrapped."""
+    """Raise :class:`ConfigError`, before PEFT wraps a model, for adapter configs that hfscale cannot shard."""
     refuse_wrong(config, plan)
     check_config(config)
     tied = next((planned for planned in plan.parameters if planned.tied_to is not None), None)

@@ -1,5 +1,5 @@
-"""Trace one forward pass of the clone: for each projection, the projections that feed it, and the parameters in
-between.
+"""Trace one forward pass of a tiny clone of a model: for each projection, the projections that feed it, and the
+parameters used in between.
 
 Each projection's output is tagged in the autograd graph. Walking back from a projection's input to the nearest tags
 gives the projections that feed the input, and the parameters on the way.

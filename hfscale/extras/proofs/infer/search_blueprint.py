@@ -1,4 +1,6 @@
-"""Search the candidate blocks for a blueprint that can be proved, and find the dropout inside its blocks."""
+"""Derive a model's blueprint (the tensor-parallel roles of its modules): search candidate blocks for roles that can be
+proved, and find the dropout inside these blocks.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -40,8 +42,8 @@ def prove_completed(
     blueprint: Blueprint,
     forgotten: list[str],
 ) -> tuple[bool, bool]:
-    """Return whether two ranks of a clone compute the same as one process if the ``forgotten`` parameters, which the
-    blueprint does not list, get roles.
+    """Return whether two ranks of a clone with ``blueprint`` compute the same as one process; the blueprint has been
+    completed by roles for the ``forgotten`` parameters, which transformers' TP plan omits.
     """
     try:
         subject = make_subject(model)
@@ -282,7 +284,7 @@ def _kind_of_layer(layer: Any) -> frozenset[tuple[str, str]]:
 
 def find_dropouts(model: Any, blocks: dict[str, Block]) -> dict[str, tuple[str, ...]]:
     """Map each block to the config fields of its dropout: if such a field is increased, the block draws random numbers
-    between columns and rows.
+    between its column-parallel and row-parallel projections.
     """
     fields_of: dict[str, list[str]] = {path: [] for path in blocks}
     for name in _fields(model.config.to_dict()):
