@@ -183,7 +183,7 @@ _MEANT: dict[str, tuple[str, ...]] = {
         ("num_processes", "world_size", "devices", "device", "nodes", "nnodes"), ("gpus",)
     ),
 }
-"""Map names in other tools to hfscale's names; the first of them that is valid in the call is suggested."""
+"""Name of an option in other tools -> hfscale's names; the first of these that is valid in the call is suggested."""
 _SUFFIXES = (".json", ".yaml", ".yml", ".safetensors", ".bin", ".pt", ".gguf")
 
 

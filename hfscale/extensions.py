@@ -1,9 +1,10 @@
 """Find extensions, which add features to hfscale's core: those in ``hfscale/extras``, and those of other packages.
 
-An extension is data, an :class:`Extension`: it names what it adds, with a place ``"module:name"`` for each, which is
-imported only when used. The core asks for the contents of a slot, and names no extension. There are three ways to add
-an extension, with the same effect: a package in ``hfscale/extras`` with a variable ``EXTENSION``, an entry point of the
-group ``hfscale.extensions`` in an installed package, and :func:`register`.
+An extension is data, an :class:`Extension`: for each object that it adds, it gives a name and the import path
+``"module:name"`` (the object's place), which is imported only when used. The core asks for all objects of one kind (a
+slot: a field of :class:`Extension`), and names no extension. There are three ways to add an extension, with the same
+effect: a package in ``hfscale/extras`` with a variable ``EXTENSION``, an entry point of the group
+``hfscale.extensions`` in an installed package, and :func:`register`.
 """
 
 import importlib
@@ -23,43 +24,50 @@ _OWN = "extras"
 
 @dataclass(frozen=True)
 class Extension:
-    """Name everything that an extension adds. A place is ``"module:name"``; nothing is imported before it is used."""
+    """List all objects that an extension adds by import paths ``"module:name"``; each is imported only when used."""
 
     name: str
     exports: Mapping[str, str] = field(default_factory=dict)
-    """Public name in ``hfscale`` -> its place."""
+    """Public name in ``hfscale`` -> import path of the object."""
     commands: Mapping[str, str] = field(default_factory=dict)
-    """Subcommand of ``hfscale`` -> its module, which has ``HELP``, ``EXAMPLE``, ``add_arguments`` and ``run``."""
+    """Subcommand of ``hfscale`` -> module name; the module has ``HELP``, ``EXAMPLE``, ``add_arguments`` and ``run``."""
     proofs: Mapping[str, str] = field(default_factory=dict)
-    """Question about a model class -> the place of its proof, for :func:`hfscale.models.facts.ask`."""
+    """Name of a property of model classes -> import path of its proof, a function that determines the property for a
+    model; for :func:`hfscale.models.facts.ask`.
+    """
     optimizer_options: Mapping[str, str] = field(default_factory=dict)
-    """Option of :func:`hfscale.create_optimizer` -> the place of an
-    :class:`~hfscale.optim.added_options.AddedOption`."""
+    """Option of :func:`hfscale.create_optimizer` -> import path of an
+    :class:`~hfscale.optim.added_options.AddedOption`.
+    """
     reports: Mapping[str, str] = field(default_factory=dict)
-    """Format -> the place of a function that takes an estimate or a search and a title, and returns a page's text;
+    """Format -> import path of a function that takes an estimate or a search and a title, and returns a page's text;
     commands that estimate get a flag ``--FORMAT FILE``.
     """
     parity_cases: Mapping[str, str] = field(default_factory=dict)
-    """Auto class -> the place of its :class:`~hfscale.testing.verify.ParityCases`, for ``hfscale verify``."""
+    """Auto class -> import path of its :class:`~hfscale.testing.verify.ParityCases`, for ``hfscale verify``."""
     explanations: Mapping[str, str] = field(default_factory=dict)
-    """Kind of failure, such as ``"memory"`` -> the place of a function: exception -> lines for the log."""
+    """Kind of failure, such as ``"memory"`` -> import path of a function: exception -> lines for the log."""
     plan_parts: Mapping[str, str] = field(default_factory=dict)
-    """Feature -> the place of its planning function, called after those in ``hfscale/api/assemble.py``."""
+    """Feature -> import path of the function that adds the feature to a plan, called after the functions in
+    ``hfscale/api/assemble.py``.
+    """
     schedules: Mapping[str, str] = field(default_factory=dict)
-    """Pipeline schedule -> the place of its :class:`~hfscale.config.schedules.Schedule`."""
+    """Pipeline schedule -> import path of its :class:`~hfscale.config.schedules.Schedule`."""
     executors: Mapping[str, str] = field(default_factory=dict)
-    """Pipeline schedule -> the place of its :class:`~hfscale.train.runtime.Executor`, if
-    :class:`~hfscale.parallel.pipeline.run.Pipeline` cannot run the schedule."""
+    """Pipeline schedule -> import path of its :class:`~hfscale.train.runtime.Executor`, if
+    :class:`~hfscale.parallel.pipeline.run.Pipeline` cannot run the schedule.
+    """
     gradient_compressions: Mapping[str, str] = field(default_factory=dict)
-    """Value of ``gradient_compression`` -> the place of its
-    :class:`~hfscale.parallel.data.gradient_compression.Compressor`."""
+    """Value of ``gradient_compression`` -> import path of its
+    :class:`~hfscale.parallel.data.gradient_compression.Compressor`.
+    """
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Format -> the place of an :class:`~hfscale.distributed.files.sources.AddedSource`, which finds and reads weights
-    of another program.
+    """Format -> import path of an :class:`~hfscale.distributed.files.sources.AddedSource`, which finds and reads
+    weights of another program.
     """
     parts: Mapping[str, str] = field(default_factory=dict)
-    """Feature -> the place of its :class:`~hfscale.train.runtime.Part`, installed before the parts that guard the
-    model.
+    """Feature -> import path of its :class:`~hfscale.train.runtime.Part`, the object that installs the feature into a
+    model; it comes after the features of the core, and before the checks of user code.
     """
 
     def __post_init__(self) -> None:
@@ -83,23 +91,29 @@ def register(extension: Extension) -> None:
 
 
 def added(slot: str) -> dict[str, str]:
-    """Return everything that extensions add to a slot: name -> place. Refuse a name that two extensions add."""
+    """Return all objects of one kind (``slot``, a field of :class:`Extension`) that extensions add: name -> import
+    path. Raise :class:`ConfigError` for a name that two extensions add.
+    """
     return _found()[slot]
 
 
 def provided(slot: str, name: str) -> Any:
-    """Import and return the object that an extension adds under a name; ``None`` if no extension adds it."""
+    """Import and return the object ``name`` of one kind (``slot``, a field of :class:`Extension`); ``None`` if no
+    extension adds it.
+    """
     place = added(slot).get(name)
     return None if place is None else imported(place)
 
 
 def all_provided(slot: str) -> list[Any]:
-    """Import and return all that extensions add to a slot, in the order of their names."""
+    """Import and return all objects of one kind (``slot``, a field of :class:`Extension`) that extensions add, sorted
+    by their names.
+    """
     return [imported(place) for _, place in sorted(added(slot).items())]
 
 
 def imported(place: str) -> Any:
-    """Import and return the object at a place, ``"module:name"``; without a name, the module."""
+    """Import and return the object at the import path ``"module:name"``; without a name, the module."""
     module, _, name = place.partition(":")
     imported = importlib.import_module(module)
     return getattr(imported, name) if name else imported

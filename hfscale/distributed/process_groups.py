@@ -125,9 +125,10 @@ def _divided(
 
 
 def context_groups(mesh: Mesh, every: int, size: int) -> tuple[Any, Any]:
-    """Divide each run of ``every`` consecutive ``dp_shard`` ranks into groups of ``size`` neighbours.
+    """Divide each run of ``every`` consecutive ``dp_shard`` ranks into groups of ``size`` consecutive ranks, for
+    context parallelism.
 
-    Return this rank's group of neighbours, and the group of the ranks at the same position in the other groups.
+    Return this rank's group, and the group of the ranks that have this rank's position in the groups of the same run.
     """
     made: Groups = made_out_of(dist.group.WORLD)
     assert mesh.device_mesh is not None
@@ -153,7 +154,7 @@ def context_groups(mesh: Mesh, every: int, size: int) -> tuple[Any, Any]:
 
 
 def _with_experts(mesh: Mesh, made: "Groups") -> Mesh:
-    """Add the device mesh over :data:`EXPERT_AXES` and its groups."""
+    """Return ``mesh`` with the device mesh over :data:`EXPERT_AXES` (for experts), and with its process groups."""
     layout = mesh.layout
     device = mesh.device
     shape = tuple(layout.size("expert_tp" if axis == "tp" else axis) for axis in EXPERT_AXES)
@@ -176,7 +177,7 @@ def _with_ties(
     made: "Groups",
     ties: Sequence[tuple[int, ...]],
 ) -> Mesh:
-    """Add the groups of pipeline ranks that hold one tied tensor."""
+    """Return ``mesh`` with a group for each entry of ``ties``: the pipeline ranks that hold one tied tensor."""
     assert mesh.device_mesh is not None
     device = mesh.device
     groups = dict[Any, Any]()
@@ -198,7 +199,9 @@ def _with_ties(
 
 
 def _with_stages(mesh: Mesh, made: "Groups", neighbours: Sequence[Pair]) -> Mesh:
-    """Add the groups through which pipeline ranks communicate."""
+    """Return ``mesh`` with the groups of pipeline ranks: one for each pair of ``neighbours`` and direction, for
+    tensors, and one of all stages, for small messages.
+    """
     assert mesh.device_mesh is not None
     device_mesh = mesh.device_mesh
     layout = mesh.layout
@@ -241,7 +244,9 @@ def _consecutive_ranks(
 
 
 def _columns(device_mesh: DeviceMesh, members: Sequence[int]) -> list[list[int]]:
-    """Return, for each position within a stage, the global ranks at this position on pipeline ranks ``members``."""
+    """Return, for each position within a stage (data and tensor coordinates), the global ranks that have this position
+    on the pipeline ranks ``members``.
+    """
     return [
         [column[member] for member in members] for column in device_mesh.mesh.flatten(1).T.tolist()
     ]

@@ -123,19 +123,23 @@ def start(device: torch.device, timeout: timedelta = TIMEOUT) -> None:
 
 
 def restarted() -> bool:
-    """Return whether the launcher has restarted the ranks (``--max_restarts``) and has a store for their rendezvous."""
+    """Return whether the launcher, if it holds the store of the rendezvous, has restarted the ranks
+    (``--max_restarts``).
+    """
     return has_agent_store() and os.environ.get(RESTARTS, "0") != "0"
 
 
 def met_before() -> bool:
-    """Return whether the launcher's store may hold entries of earlier ranks: ranks were restarted on this host, or may
-    have been on another host.
+    """Return whether the launcher's store may hold entries of ranks that have ended: ranks were restarted on this host,
+    or there are other hosts, where they may have been restarted.
     """
     return has_agent_store() and (restarted() or os.environ.get("GROUP_WORLD_SIZE", "1") != "1")
 
 
 def has_agent_store() -> bool:
-    """Return whether the launcher has a store of its own, which outlives the ranks."""
+    """Return whether torch's launcher, not the first rank, holds the store of the rendezvous, which then outlives the
+    ranks.
+    """
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -174,7 +178,9 @@ def store_of_ranks(name: str) -> dist.Store:
 
 @cache
 def _end_quietly() -> None:
-    """Wait for gloo's threads when Python ends, after :func:`_stop`; also if the user started the process group."""
+    """Wait for gloo's threads when Python ends, after the process group is destroyed, because threads that still run
+    would end the process with an error; also if the user started the process group.
+    """
     atexit.register(wait_for_gloo_threads)
 
 
@@ -273,7 +279,9 @@ def _one_by_one(
 
 
 class Groups:
-    """Cache groups and meshes made from torch's process group for all models: each group has threads and sockets."""
+    """Cache groups and meshes that were made from torch's process group, so that all models share them: each group has
+    threads and sockets.
+    """
 
     def __init__(self) -> None:
         self.made = dict[Any, Any]()
@@ -288,12 +296,14 @@ class Groups:
 
 @lru_cache(maxsize=1)  # only for the current process group: groups of a destroyed one are of no use
 def made_out_of(world: dist.ProcessGroup | None) -> Groups:
-    """Return the cache of groups of this process group; another process group gets a new cache."""
+    """Return the cache of the groups that were made from this process group; another process group gets a new cache."""
     return Groups()
 
 
 def rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
-    """Partition pairs of ranks into few lists of disjoint pairs; for a chain, the even pairs and then the odd pairs."""
+    """Partition pairs of ranks into few lists of disjoint pairs, so that the groups of a list are made at once; for a
+    chain, the even pairs and then the odd pairs.
+    """
     made: list[list[Pair]] = []
     for pair in sorted(pairs):
         free = (

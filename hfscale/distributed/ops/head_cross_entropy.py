@@ -62,21 +62,25 @@ class HeadRows:
         self._kept: tuple[Any, ...] = ()
 
     def logits(self, rows: Tensor, gradients: bool) -> Tensor:
-        """Return logits ``[n, V/t]`` of rows ``[n, h]``, without a graph.
+        """Return this rank's logits ``[n, V/t]`` of rows ``[n, h]``, without an autograd graph; the vocabulary of ``V``
+        tokens is sharded over ``t`` ranks.
 
-        With ``gradients``, keep what :meth:`backward` needs.
+        With ``gradients``, save what the following call of :meth:`backward` needs.
         """
         raise NotImplementedError
 
     def backward(self, gradient: Tensor) -> Tensor | None:
-        """Return the gradient of the rows ``[n, h]``, given the ``gradient`` of the last logits ``[n, V/t]``.
+        """Return the gradient of the rows ``[n, h]`` of the last :meth:`logits`, given the ``gradient`` of those logits
+        ``[n, V/t]``; ``None`` if the rows need no gradient.
 
-        The gradients of the parameters are added to their sums.
+        The gradients of the head's parameters are added up over all calls, and returned by :meth:`sums`.
         """
         raise NotImplementedError
 
     def sums(self) -> list[Tensor | None]:
-        """Return the gradient of every parameter, or ``None`` for a parameter that does not train."""
+        """Return the gradient of each parameter of the head, summed over all chunks of rows; ``None`` for a frozen
+        parameter.
+        """
         return [running.total() for running in self._sums]
 
 
@@ -100,7 +104,9 @@ class LinearRows(HeadRows):
         self.reusable = reusable
 
     def logits(self, rows: Tensor, gradients: bool) -> Tensor:
-        """Compute logits; see :class:`HeadRows`."""
+        """Return this rank's logits ``[n, V/t]`` of rows ``[n, h]``; with ``gradients``, save what :meth:`backward`
+        needs.
+        """
         raw = F.linear(rows, self.weight, self.bias)
         if self.finish is None:
             self._kept = (rows, None, None)
@@ -111,7 +117,9 @@ class LinearRows(HeadRows):
         return final.detach()
 
     def backward(self, gradient: Tensor) -> Tensor | None:
-        """Return the rows' gradient; see :class:`HeadRows`."""
+        """Return the gradient of the rows ``[n, h]``, and add the rows' terms to the gradients of the weight and the
+        bias.
+        """
         (rows, raw, final), self._kept = self._kept, ()
         if self.finish is not None:
             (gradient,) = torch.autograd.grad(final, raw, gradient)
@@ -134,7 +142,9 @@ class AnyRows(HeadRows):
         self.head = head
 
     def logits(self, rows: Tensor, gradients: bool) -> Tensor:
-        """Compute logits; see :class:`HeadRows`."""
+        """Return this rank's logits ``[n, V/t]`` of rows ``[n, h]``; with ``gradients``, keep their graph for
+        :meth:`backward`.
+        """
         with torch.set_grad_enabled(gradients):
             final = self.head(rows.requires_grad_(gradients and self.needed))
             if self.finish is not None:
@@ -143,7 +153,9 @@ class AnyRows(HeadRows):
         return final.detach()
 
     def backward(self, gradient: Tensor) -> Tensor | None:
-        """Return the rows' gradient; see :class:`HeadRows`."""
+        """Return the gradient of the rows ``[n, h]``, and add the rows' terms to the gradients of the head's
+        parameters.
+        """
         (rows, final), self._kept = self._kept, ()
         trained = [each for each in self._sums if each.trains]
         inputs = [each.parameter for each in trained] + [rows] * self.needed
@@ -306,7 +318,7 @@ def _times(saved: Tensor | None, factor: Tensor) -> Tensor | None:
 
 
 def rows_per_chunk(rows: int, width: int, device: torch.device) -> int:
-    """Return the number of rows per chunk, given the number of ``rows`` and the ``width`` (logits) of a row."""
+    """Return how many of the ``rows`` form one chunk, whose logits (``width`` per row) are in memory together."""
     budget = _CHUNK_ELEMENTS if device.type == "cpu" else _CHUNK_ELEMENTS_GPU
     most = max(_FEWEST_ROWS, budget // width)
     even = max(
@@ -340,14 +352,17 @@ def head_cross_entropy(
     Args:
         hidden: ``[N, h]``, equal on all tensor ranks. Its gradient is partial: each rank has the term of its slice of
             the vocabulary.
-        targets: ``[N]``, global token ids, equal on all ranks.
-        divisor: a scalar; by default the number of rows with a target, so that the result is their mean.
+        targets: ``[N]``, global token ids, equal on all ranks. Rows with ``ignore_index`` have no target.
+        head: computes this rank's logits of some rows.
+        vocabulary: this rank's slice of the vocabulary.
+        divisor: a scalar; by default the number of rows with a target, so that the result is the mean over these rows.
+        dtype: dtype of the logits; by default that of ``hidden``.
         valid: number of rows with a target, if the CPU knows it; otherwise it is read from the device.
-        expected: the gradient of the loss with which the backward pass will begin (a loss scale). Gradients in 16 bits
+        expected: the loss scale: the gradient of the loss with which the backward pass will begin. Gradients in 16 bits
             are computed for the loss multiplied by this number.
-        hits: ``[N]`` of bool, set for rows that have a target and no logit above the target's.
-        teacher: replaces the loss of each row with a target by the divergence from this teacher's row; cannot be used
-            with ``hits``.
+        hits: an output, ``[N]`` of bool: for each row with a target, whether no logit is larger than the target's.
+        teacher: rows of a teacher model. The loss of a row with a target is then the divergence from the teacher's
+            distribution in this row; cannot be used with ``hits``.
     """
     compute = compute_dtype(dtype or hidden.dtype)
     count = (targets != ignore_index).sum() if divisor is None else divisor

@@ -7,11 +7,11 @@
                +--> h = s x A^T  [n, r] ---------------------^
     backward   da = s g B       dA = da^T x       dB = g^T h       dx = (the projection's) + da A, in place
 
-Here ``g`` is the gradient of ``y`` and ``s`` the adapter's scale. ``x`` and ``h`` are saved for the backward pass.
-``x`` is the tensor that all projections of a block read, while autograd would save a copy of ``x`` in the factors'
-dtype for each projection. The adapter's backward pass runs before the projection's, because the adapter comes later in
-the forward pass. It passes ``da`` to :func:`enter`, a node before the projection, which adds ``da A`` to the ``dx``
-that the projection's backward pass has just returned.
+``A`` and ``B`` are the adapter's factors of rank ``r``, ``s`` is its scale, and ``g`` is the gradient of ``y``. ``x``
+and ``h`` are saved for the backward pass. ``x`` is the tensor that all projections of a block read, while autograd
+would save a copy of ``x`` in the factors' dtype for each projection. The adapter's backward pass runs before the
+projection's, because the adapter comes later in the forward pass. It passes ``da`` to :func:`enter`, a node before the
+projection, which adds ``da A`` to the ``dx`` that the projection's backward pass has just returned.
 
 A backward pass in two halves (zero-bubble schedules) runs this node twice; each time only the requested gradients are
 computed.
@@ -30,9 +30,10 @@ from .thin_products import add_from_thin, from_thin, thin_gradient, to_thin, wit
 
 
 class Term:
-    """Hold the term ``da A`` that an adapter adds to the gradient of its projection's input.
+    """Hold an adapter's term ``da A`` of the gradient of its projection's input until :func:`enter` adds it to the
+    gradient.
 
-    ``da`` is ``[n, r]`` and ``A`` is ``[r, in]``.
+    ``A [r, in]`` is the adapter's first factor, and ``da [n, r]`` the gradient of the product of the input and ``A^T``.
     """
 
     def __init__(self, in_place: bool = True) -> None:
@@ -41,7 +42,10 @@ class Term:
         self.factors: tuple[Tensor, Tensor] | None = None
 
     def added_to(self, grad: Tensor) -> Tensor:
-        """Return the gradient ``[..., in]`` plus the term; a new tensor if this pass is differentiated again."""
+        """Return the gradient ``[..., in]`` plus the adapter's term ``da A``.
+
+        The term is added in place, except with ``create_graph`` or if :class:`Term` was made with ``in_place=False``.
+        """
         if self.factors is None:
             return grad
         thin, factor = self.factors
@@ -65,13 +69,15 @@ class _Enter(torch.autograd.Function):
 
 
 def enter(x: Tensor, term: Term) -> Tensor:
-    """Return ``x [..., in]`` as the input of a single projection; add the ``term`` to the gradient of this input."""
+    """Return ``x [..., in]``, for one projection to read; the backward pass adds an adapter's ``term`` to the gradient
+    of ``x``.
+    """
     return _Enter.apply(x, term)
 
 
 @dataclass(frozen=True)
 class Factors:
-    """Hold the factors of one adapter in the form that this pass computes with."""
+    """Hold the factors, the bias and the scale of one adapter, as :func:`add_low_rank` computes with them."""
 
     a: Tensor  # [r, in]
     b: Tensor  # [out, r]
@@ -80,12 +86,12 @@ class Factors:
 
 
 def add_low_rank(y: Tensor, x: Tensor, factors: Factors, term: Term | None) -> Tensor:
-    """Return ``y + scale (x a^T b^T + bias)`` for ``x [..., in]``, written into ``y [..., out]``; in compiled code both
-    have two dims, and the result is new memory.
+    """Add a LoRA adapter's product to a projection's output ``y [..., out]`` in place, and return the sum,
+    ``y + scale (x a^T b^T + bias)``, for the projection's input ``x [..., in]``.
 
-    ``y`` must be contiguous, and no other code may hold a reference to it. Products are computed in the dtype of the
-    factors or, under autocast, in the autocast dtype. With a ``term``, the gradient of ``x`` is stored in the term
-    instead of being returned to autograd.
+    ``y`` must be contiguous, and no other code may hold a reference to it. In compiled code, ``x`` and ``y`` have two
+    dims, and the sum is a new tensor. Products are computed in the dtype of the factors or, under autocast, in the
+    autocast dtype. With a ``term``, the gradient of ``x`` is stored in the term instead of being returned to autograd.
     """
     read = factors.a, factors.b, factors.bias
     return _AddLowRank.apply(y, x, *read, factors.scale, term)
@@ -157,7 +163,10 @@ def _added(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | 
 
 
 def _differentiable(ctx: Any, grad: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Any:
-    """Return the gradients for a pass with ``create_graph``, from the inputs, because the saved ``h`` has no graph."""
+    """Return the gradients of :func:`add_low_rank` in a backward pass with ``create_graph``.
+
+    They are computed from its inputs alone, because the saved product of the input and the first factor has no graph.
+    """
     given, own = ctx.types
     without_graph = ctx.term is not None and not x.requires_grad
     if without_graph or x.dtype != given or a.dtype != own:
@@ -176,16 +185,18 @@ def _differentiable(ctx: Any, grad: Tensor, x: Tensor, a: Tensor, b: Tensor) -> 
 
 
 class LastCast:
-    """Share one copy in the autocast dtype between consecutive projections that read the same tensor.
+    """Share one copy of an input, in the autocast dtype, between consecutive projections that read this input.
 
-    The copy is kept while the tensor is alive, and replaced when a projection reads another tensor.
+    The copy is kept while the input is alive, and replaced when a projection reads another tensor.
     """
 
     def __init__(self) -> None:
         self._known: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
     def of(self, x: Tensor) -> Tensor:
-        """Return ``x`` as autocast would pass it to a matrix product: ``x`` itself, or a copy without a graph."""
+        """Return ``x`` in the dtype in which autocast would pass it to a matrix product: ``x`` itself, or a detached
+        copy, which is made only once for consecutive calls with the same ``x``.
+        """
         dtype = autocast_dtype(x)
         if x.dtype == dtype:
             return x

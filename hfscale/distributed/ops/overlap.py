@@ -1,8 +1,9 @@
-"""Enter a tensor-parallel region and overlap its backward collective with the projections' weight gradients.
+"""Enter a tensor-parallel block and overlap its backward collective with the projections' weight gradients.
 
 The backward pass of a projection computes two products: the gradient of its input, which enters a collective, and the
 gradient of its weight, for which no other rank waits. Stock PyTorch computes both in one node of the graph. Here they
-are two nodes. Of the nodes that are ready, autograd runs the one created last, which gives this order::
+are two nodes, and so is the collective: its backward node ``launch`` starts it, and ``await`` returns its result. Of
+the nodes that are ready, autograd runs the one created last, which gives this order::
 
     forward    await ---> weights W1 W2 ---> launch ---> projections 1, 2 ---> ...
     backward   projections 2, 1 (input gradients) -> launch: the collective starts -> W2, W1 -> await: it has ended
@@ -45,9 +46,11 @@ Derive = Callable[[Tensor], Tensor]
 
 
 class Products:
-    """Compute the matrix products of one projection in one pass, here with torch; weights are ``[out, in]``.
+    """Compute the matrix products of one projection, forward and backward, by torch's own kernels; weights are
+    ``[out, in]``.
 
-    Subclasses compute the products in other ways, and may keep operands between the calls.
+    Subclasses compute the products in other ways (in 8 bits, for example), and may keep operands between the calls.
+    Each forward pass has its own object.
     """
 
     # whether ``to_input`` needs values from other ranks, which :meth:`agree` exchanges
@@ -55,17 +58,23 @@ class Products:
 
     @staticmethod
     def agree(asked: Sequence[tuple[Any, Tensor]]) -> None:
-        """Exchange with other ranks the values that ``to_input`` of several ``(products, grad [n, out])`` needs."""
+        """Exchange with other ranks the values (scales, for example) that :meth:`to_input` needs, once for several
+        pairs ``(products, grad [n, out])`` of projections.
+        """
 
     def reads(self, x: Tensor, dtype: torch.dtype) -> None:
-        """Record the input before its cast to ``dtype``; other projections may read the same input."""
+        """Take note of the projection's input before its cast to ``dtype``; projections that read the same input may
+        share values computed from it, such as its scale.
+        """
 
     def kept(self, weight: Tensor) -> Tensor:
-        """Return the form of the weight that is saved for the backward pass."""
+        """Return the tensor that is saved for the backward pass instead of the weight; by default, the weight in the
+        autocast dtype.
+        """
         return autocasted_weight(weight)
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output ``[..., out]`` of ``x [..., in]``."""
+        """Return the projection's output ``[..., out]`` for its input ``x [..., in]``."""
         return F.linear(x, weight, bias)
 
     def to_input(self, grad: Tensor, weight: Tensor) -> Tensor:
@@ -81,12 +90,17 @@ class Products:
 
 
 def multiply_by(module: nn.Module, products: Callable[[], Products]) -> None:
-    """Set the constructor of the :class:`Products` of a projection, called in each pass; deep copies share it."""
+    """Let the projection ``module`` compute by the :class:`Products` that ``products()`` makes for each pass.
+
+    Deep copies of the module use the same constructor ``products``.
+    """
     setattr(module, _ATTRIBUTE, products)
 
 
 def multiplied_by(module: Any) -> Callable[[], Products]:
-    """Return the constructor that :func:`multiply_by` has set, by default :class:`Products`."""
+    """Return the constructor of the :class:`Products` of a projection, as set by :func:`multiply_by`; by default the
+    class.
+    """
     return module.__dict__.get(_ATTRIBUTE, Products)
 
 
@@ -105,14 +119,18 @@ class Regather:
         self._pass = -1  # the number of the backward pass for which the tensor was gathered
 
     def gives(self, x: Tensor) -> Derive | None:
-        """Return how ``x`` is derived from the gathered tensor; ``None`` if it is not, or if either has changed."""
+        """Return the function that computes ``x`` from the gathered tensor; ``None`` if ``x`` was not derived from that
+        tensor, or has been modified since.
+        """
         return next(
             (derive for known, version, derive in self._known if _is_still(x, known(), version)),
             None,
         )
 
     def made(self, x: Tensor, found: Tensor, derive: Derive) -> None:
-        """Record that ``found`` was derived from ``x``, so that a projection that reads ``found`` need not save it."""
+        """Record that ``found`` is ``derive(x)``: if ``x`` comes from the gathered tensor, a projection that reads
+        ``found`` computes it again in the backward pass instead of saving it.
+        """
         before = self.gives(x)
         if before is not None:
             self._know(found, lambda whole: derive(before(whole)))
@@ -121,13 +139,15 @@ class Regather:
         self._known.append((weakref.ref(x), version_of(x), derive))
 
     def start(self, x: Tensor) -> None:
-        """Start the all-gather unless another reader has started it in this backward pass."""
+        """Start the all-gather of ``x``, unless another projection has started it in this backward pass."""
         current = backward_pass()
         if self._pass != current:
             self._pass, self._started, self._whole = current, self.gather(x), None
 
     def take(self) -> Tensor:
-        """Return the gathered tensor as ``[n, h]``; the last reader's call drops the reference to it."""
+        """Return the gathered tensor as ``[n, h]``, and free it after the last projection that reads it has called
+        this.
+        """
         if self._started is not None:
             gathered = self._started.result()
             self._whole = gathered.reshape(-1, gathered.shape[-1])
@@ -142,7 +162,7 @@ class Regather:
 
 
 def as_it_is(x: Tensor) -> Tensor:
-    """Return ``x``."""
+    """Return ``x``; used as :data:`Derive` for an input that is the gathered tensor itself."""
     return x
 
 
@@ -160,7 +180,7 @@ def _is_still(x: Tensor, known: Tensor | None, version: int) -> bool:
 
 
 class Entry:
-    """Compute the gradient of a block's input for all projections that read it.
+    """Compute the gradient of a tensor-parallel block's input, in one step for all projections that read the input.
 
     The input tensor carries this object as an attribute, by which projections recognize the input.
     """
@@ -174,7 +194,9 @@ class Entry:
         ] = {}  # per projection that has run backward: gradient of its output [n, out], weight [out, in]
 
     def to_input(self, total: Tensor | None) -> Tensor:
-        """Return the gradient of the input: ``total``, from other readers of the input, plus all projections' terms."""
+        """Return the gradient of the block's input: the sum of ``total``, the gradient from all operations other than
+        the projections (if any), and the projections' terms.
+        """
         left = self.left
         self.left = {}
         if asked := [(products, grad) for products, (grad, _) in left.items() if products.agrees]:
@@ -186,7 +208,9 @@ class Entry:
 
 
 class DeferredWeightGrad:
-    """Compute a weight's gradient in an autograd node of its own: see :func:`enter_overlapped`."""
+    """Compute the gradient of a projection's weight in an autograd node of its own, which runs while the collective on
+    the input's gradient is under way.
+    """
 
     def __init__(
         self, weight: Tensor, transposed: bool, products: Products, own: Tensor | None = None
@@ -274,14 +298,15 @@ def enter_overlapped(
     regather: bool = False,
     agrees: bool = False,
 ) -> tuple[Tensor, list[DeferredWeightGrad]]:
-    """Return the input inside the region, and one :class:`DeferredWeightGrad` per weight that is multiplied with it.
+    """Return the input of a tensor-parallel block's projections, and one :class:`DeferredWeightGrad` per projection, in
+    which the gradient of its weight overlaps with the backward collective.
 
     Args:
-        x: the tensor that enters the region.
-        weights: the weights of the projections that read the input; each with a flag whether it is stored transposed
-            (``[in, out]``), and with the projection's products.
-        reduce: starts the backward collective on the gradient of the input inside the region.
-        gather: starts the collective that makes the input inside the region from ``x``; ``None`` if the input is ``x``.
+        x: the tensor that enters the block.
+        weights: the weights of the projections that read the block's input; each with a flag, whether it is stored
+            transposed (``[in, out]``), and with the object that computes the projection's products.
+        reduce: starts the backward collective on the gradient of the projections' input.
+        gather: starts the forward collective that makes the projections' input from ``x``; ``None`` if it is ``x``.
         regather: whether to gather again in the backward pass, for the gradients of the weights, instead of saving the
             gathered tensor.
         agrees: whether the products exchange values with other ranks for the gradient of the input; the exchange is
@@ -329,12 +354,13 @@ def enter_overlapped(
 
 def column_parallel_linear(x: Tensor, later: DeferredWeightGrad, bias: Tensor | None) -> Tensor:
     """Return ``x @ weight.T + bias`` (``x @ weight`` if the weight is stored transposed), ``[..., in]`` ->
-    ``[..., out]``.
+    ``[..., out]``; ``later`` has the weight, and computes its gradient in a separate autograd node.
 
-    ``x`` is saved for the gradient of the weight, except if ``x`` is the gathered tensor, which can be gathered again,
-    or is known to be derived from the gathered tensor. Other inputs exist because a block may first compute something
-    else (a norm, a low-rank projection). Under autocast, as in stock code, the product and the saved tensors are in the
-    autocast dtype. The second gather is in this dtype too, unless ``x`` was derived from the gathered tensor.
+    For this gradient ``x`` is saved, unless the backward pass can make ``x`` again: ``x`` is the tensor that
+    :func:`enter_overlapped` gathered, or is known to be derived from it. Other inputs exist because a block may first
+    compute something else (a norm, a low-rank projection). Under autocast, as in stock code, the product and the saved
+    tensors are in the autocast dtype. The gather in the backward pass is in this dtype too, unless ``x`` was derived
+    from the gathered tensor.
     """
     # autograd's saved tensors hold the shard from here on
     own = later.own
@@ -359,23 +385,29 @@ def column_parallel_linear(x: Tensor, later: DeferredWeightGrad, bias: Tensor | 
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """Return ``x [..., in]`` as ``[n, in]``, sharing the attributes that projections set on ``x``."""
+    """Return ``x [..., in]`` as ``[n, in]``, with the Python attributes of ``x``, by which projections recognize their
+    input.
+    """
     return with_notes_of(x, x.reshape(-1, x.shape[-1]))
 
 
 def with_notes_of(x: Tensor, view: Tensor) -> Tensor:
-    """Return ``view``, a view of ``x``, after making it share the attributes of ``x``."""
+    """Return ``view``, a view of ``x``, after making it share the Python attributes of ``x``, by which projections
+    recognize their input.
+    """
     view.__dict__ = x.__dict__
     return view
 
 
 def leaves_gradient(x: Tensor) -> bool:
-    """Return whether the block's entry computes the gradient of ``x`` for all projections that read ``x``."""
+    """Return whether ``x`` is a block's input whose gradient an :class:`Entry` computes, once for all projections."""
     return hasattr(x, _ENTRY)
 
 
 def narrowed(reduce: Start, dtype: torch.dtype) -> Start:
-    """Return a version of ``reduce`` that sends float32 tensors in ``dtype``, and returns results in float32."""
+    """Return a version of ``reduce``, which starts a collective, that sends float32 gradients in ``dtype`` and returns
+    float32 results.
+    """
 
     def start(grad: Tensor) -> Started:
         if grad.dtype != torch.float32:

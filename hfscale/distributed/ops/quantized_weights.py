@@ -33,14 +33,14 @@ class Encoding(ABC):
     @property
     @abstractmethod
     def row_shape(self) -> tuple[int, int]:
-        """The shape of the gathered bytes: one row per data rank."""
+        """The shape of the gathered bytes, ``(data ranks, bytes per rank)``."""
 
     @abstractmethod
     def decode(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values ``[matrices, rows, columns]`` of the gathered bytes, by default in :attr:`dtype`."""
 
     def marks(self) -> Mapping[str, Any]:
-        """Return the attributes, name -> value, that PEFT reads from the parameter."""
+        """Return the attributes, name -> value, that PEFT reads from a parameter in this quantization format."""
         return {}
 
 
@@ -54,7 +54,9 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return the rows of all data ranks, all-gathered if necessary; every data rank must call this."""
+    """Return the bytes of a quantized parameter of all data ranks, one row per rank; they are all-gathered if
+    necessary, so every data rank must call this.
+    """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -64,7 +66,7 @@ def encodings_of(module: nn.Module) -> dict[str, Encoding]:
 
 
 def register_quantized(module: nn.Module, name: str, encoding: Encoding) -> None:
-    """Register in ``module`` a quantized parameter ``name`` on the meta device."""
+    """Register in ``module`` a quantized parameter ``name`` on the meta device, whose bytes ``encoding`` decodes."""
     module.__dict__.setdefault(_ENCODINGS, {})[name] = encoding
     empty = torch.empty(encoding.row_shape, dtype=torch.uint8, device="meta")
     own_parameters(module)[name] = nn.Parameter(empty, requires_grad=False)
@@ -72,7 +74,9 @@ def register_quantized(module: nn.Module, name: str, encoding: Encoding) -> None
 
 
 def mark(module: nn.Module) -> None:
-    """Set on quantized parameters the attributes that PEFT reads from the stock library's parameters."""
+    """Set on a module's quantized parameters the attributes that PEFT reads from the parameters of the library that
+    defines the quantization format.
+    """
     for name, encoding in encodings_of(module).items():
         vars(own_parameters(module)[name]).update(encoding.marks())
 

@@ -46,9 +46,9 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class RankChain:
-    """Send the states of scans between ranks that hold consecutive pieces of sequences.
+    """Send the states of scans between context ranks that hold consecutive intervals (pieces) of sequences.
 
-    The ``index`` of a piece numbers the pieces of this rank: 0 for the early piece, 1 for the late piece.
+    Each rank has two pieces of a sequence: ``index`` 0 is the early piece, 1 the late piece.
     """
 
     split: Split  # how sequences are divided over the context ranks
@@ -58,10 +58,10 @@ class RankChain:
     group: dist.ProcessGroup
 
     def tails(self, x: Tensor, width: int) -> list[Tensor]:
-        """Return, for each piece of this rank, the ``width`` inputs before the piece: ``[b, d, width]``.
+        """Return the ``width`` inputs before each of this rank's two intervals of the sequence, each ``[b, d, width]``.
 
-        ``x [b, d, own tokens]`` has this rank's inputs; the last ``width`` inputs of every piece are all-gathered.
-        Inputs that belong to another document than the piece's first token are replaced by zeros.
+        ``x [b, d, s]`` has the inputs of this rank's tokens; the last ``width`` inputs of every interval of every rank
+        are all-gathered. Inputs of another document than the interval's first token are replaced by zeros.
         """
         split = self.split
         rank = self.rank
@@ -108,9 +108,11 @@ class RankChain:
         return there.masked_fill(other[:, None], 0.0)
 
     def receive(self, index: int, state: Tensor, anchor: Tensor) -> Tensor:
-        """Return the state before a piece, received from the rank of the piece before.
+        """Return a scan's state before this rank's early (``index`` 0) or late (1) interval of the sequence, received
+        from the rank with the preceding interval.
 
-        If this rank has the piece before, return ``state``. A received state requires a gradient if ``anchor`` does.
+        If this rank has that interval itself, or there is none, return ``state``. A received state requires a gradient
+        if ``anchor`` does.
         """
         number = self._number(index)
         if number == 0 or self._owner(number - 1) == self.rank:
@@ -126,7 +128,8 @@ class RankChain:
         return apply_mapping(anchor, lambda _: _receive(empty, owner, self.group), backward)
 
     def send(self, index: int, state: Tensor) -> Tensor | None:
-        """Send the state after a piece to the rank of the next piece; return ``None`` if that is this rank.
+        """Send a scan's ``state`` after this rank's early (``index`` 0) or late (1) interval of the sequence to the
+        rank with the next interval; return ``None`` if that is this rank, or there is no next interval.
 
         Otherwise return a scalar. The output must be made to depend on the scalar (:func:`.collectives.tied`), so that
         the backward pass receives the gradient of the state.
@@ -154,7 +157,9 @@ class RankChain:
         return apply_mapping(state, forward, backward)
 
     def _number(self, index: int) -> int:
-        """Return the number, among all pieces of a sequence, of this rank's early (0) or late (1) piece."""
+        """Return the position of this rank's early (``index`` 0) or late (1) interval among all intervals of the
+        sequence, of which each context rank has two.
+        """
         return self.rank if index == 0 else 2 * self.split.size - 1 - self.rank
 
     def _owner(self, number: int) -> int:
@@ -176,7 +181,7 @@ def _receive(x: Tensor, rank: int, group: dist.ProcessGroup) -> Tensor:
 
 @dataclass(frozen=True)
 class Segments:
-    """Describe where the tokens ``[b, s, ...]`` of a pass are in their sequences, and where documents begin."""
+    """Describe which intervals of a sequence the tokens ``[b, s, ...]`` of a pass are, and where documents begin."""
 
     # (start, stop) in the sequence of each piece of this rank, in the order of the tokens
     pieces: tuple[Interval, ...]
@@ -185,9 +190,10 @@ class Segments:
     chain: RankChain | None = None  # ``None`` if this rank has the full sequence as a single piece
 
     def of_rows(self, index: int) -> Iterator[tuple[slice, list[tuple[int, int, bool]]]]:
-        """Yield rows (one row, or all) and their segments in the piece at ``index``.
+        """Yield slices of rows (one row, or all) with their segments in this rank's interval ``index`` of the sequence.
 
-        A segment is (first token, end, whether it continues a document of the piece before).
+        A segment is (first token, end, whether it continues a document of the preceding interval), in this rank's
+        tokens.
         """
         start, stop = self.pieces[index]
         offset = sum(b - a for a, b in self.pieces[:index]) - start
@@ -206,27 +212,34 @@ class Segments:
         name: str,
         function: Callable[..., Any],
     ) -> Callable[..., Any]:
-        """Return a version of the convolution or scan ``function`` that runs segment by segment."""
+        """Return a version of ``function``, a mixer's convolution or scan, that runs separately on each document's
+        tokens in each of this rank's intervals of the sequence.
+        """
         if name == CONVOLUTION:
             return partial(_convolved, function, self)
         return partial(_scanned, function, SCANS[name], self)
 
 
 class Replacing(Protocol):
-    """Replace the functions through which mixers combine tokens; :class:`Segments` implements this protocol."""
+    """Replace the convolutions and scans by which mixers (state-space layers, recurrences) combine tokens, like
+    :class:`Segments`.
+    """
 
     def replacement(
         self,
         name: str,
         function: Callable[..., Any],
     ) -> Callable[..., Any]:
-        """Return the function that a mixer calls in place of ``function``, which has this ``name``."""
+        """Return the function that a mixer (a state-space layer, for example) calls in place of its convolution or scan
+        ``function`` with this ``name``.
+        """
 
 
 def keep_states_apart(model: nn.Module, segments: Callable[[], Replacing | None]) -> None:
-    """Make the supported mixers of a model run by the segments of each pass, which ``segments`` returns.
+    """Make the supported mixers of a model (state-space layers, recurrences) process each document of a row by itself,
+    with states passed between context ranks, as ``segments()`` describes for each pass.
 
-    In a pass for which ``segments`` returns ``None``, mixers run unchanged.
+    In a pass for which ``segments()`` returns ``None``, mixers run unchanged.
     """
     for module in filter(reads_by_functions, model.modules()):
         _wrap(module, segments)
@@ -262,7 +275,9 @@ def _convolved(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Convolve each segment of ``x [b, d, s]`` together with the inputs before it in its document."""
+    """Run the convolution ``host`` on each segment of ``x [b, d, s]``, preceded by the inputs before it in its
+    document. A segment is the tokens of one document in one of this rank's intervals of the sequence.
+    """
     width = weight.shape[-1] - 1
     tails = segments.chain.tails(x, width) if segments.chain is not None and width else []
 
@@ -295,7 +310,11 @@ def _scanned(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Scan each segment from the state before it; ranks with later pieces of the chain wait for the result."""
+    """Run the scan ``host`` on each segment, from the state before it. A segment is the tokens of one document in one
+    of this rank's intervals of the sequence.
+
+    The state may come from another context rank, for which this rank waits.
+    """
     by_place = dict(zip(inspect.signature(host).parameters, args, strict=False))
     given = {**by_place, **kwargs}
     x = given[scan.output]
@@ -348,7 +367,8 @@ def _with_state(
     after: Tensor | None,
     final: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Add the initial state's contribution to a scan's output and final state if its function does not support states.
+    """Add the contribution of the initial ``state`` to a scan's output ``y`` and final state ``after``, if the scan's
+    function accepts no initial state.
 
     If a ``final`` state is needed and the function does not return it, compute it.
     """
@@ -377,9 +397,10 @@ def _by_segments(
     before: Callable[[int, Tensor | None], Tensor | None],
     after: Callable[[int, Tensor | None], None],
 ) -> Tensor:
-    """Return the concatenated outputs of ``run`` for all segments along ``dim``.
+    """Call ``run`` for each segment along ``dim``, and return the concatenated outputs. A segment is the tokens of one
+    document in one of this rank's intervals of the sequence.
 
-    ``before`` returns the state before a piece, and ``after`` receives the state after the piece.
+    ``before`` returns the scan's state before an interval, and ``after`` receives the state after it.
     """
     if x.shape[dim] != (length := sum(stop - start for start, stop in segments.pieces)):
         raise ConfigError(

@@ -23,7 +23,7 @@ _current: "Casts | None" = None
 
 @dataclass
 class Casts:
-    """Hold copies of weights, valid while the weights do not change."""
+    """Hold the low-precision copies of weights that passes share; valid while the weights do not change."""
 
     memory: set[int] = field(default_factory=set)  # the storages of the copies
     # copies without a graph, by the weight's storage, offset, shape and strides, and the copy's dtype
@@ -34,7 +34,9 @@ class Casts:
 
 @contextmanager
 def sharing(casts: Casts | None) -> Iterator[None]:
-    """Share ``casts`` between all passes inside the ``with`` block; weights must not change inside the block."""
+    """Let all passes inside the ``with`` block share the low-precision copies of weights in ``casts``; ``None``: each
+    pass makes its own. Weights must not change inside the block.
+    """
     global _current
     before = _current
     _current = casts
@@ -45,7 +47,7 @@ def sharing(casts: Casts | None) -> Iterator[None]:
 
 
 def is_sharing() -> bool:
-    """Return whether passes currently share copies."""
+    """Return whether passes currently share low-precision copies of weights."""
     return _current is not None
 
 
@@ -62,12 +64,14 @@ def autocasted(x: Tensor) -> Tensor:
 
 
 def autocasted_weight(weight: Tensor) -> Tensor:
-    """Return a weight as autocast would pass it to a matrix product, from the shared copies if there are any."""
+    """Return a weight as autocast would pass it to a matrix product; while passes share copies of weights, a shared
+    copy.
+    """
     return cast_weight(weight, autocast_dtype(weight))
 
 
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``weight.to(dtype)``, from the shared copies if there are any."""
+    """Return ``weight.to(dtype)``; while passes share copies of weights, a shared copy."""
     if (
         _current is None
         or weight.dtype == dtype
@@ -92,5 +96,5 @@ def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_shared_cast(tensor: Tensor) -> bool:
-    """Return whether the tensor uses the memory of a shared copy."""
+    """Return whether the tensor uses the memory of a low-precision copy of a weight that passes currently share."""
     return _current is not None and storage_key(tensor.untyped_storage()) in _current.memory

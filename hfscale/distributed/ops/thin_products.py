@@ -105,18 +105,24 @@ def splits(wide: Tensor, factor: Tensor) -> bool:
 
 
 def splits_for(dtype: torch.dtype, factor: Tensor) -> bool:
-    """Return whether float32 factors are split for activations in ``dtype``, on the device of ``factor``."""
+    """Return whether float32 factors on the device of ``factor`` are split into bfloat16 terms, to be multiplied with
+    activations in ``dtype``.
+    """
     types = dtype, factor.dtype
     return widens_products(factor.device) and types == (torch.bfloat16, torch.float32)
 
 
 _HALF = 1 << 15
 _UPPER = -1 << 16
-"""Bits that round a float32 to bfloat16: half of the last kept bit, which is added, and the mask of kept bits."""
+"""Constants that round a float32 to bfloat16 by bit operations: half of the last kept bit, which is added, and the mask
+of the bits to keep.
+"""
 
 _OF_THIN = (0, 0, 0, 1, 1, 2)
 _OF_FACTOR = (0, 1, 2, 0, 1, 0)
-"""Which of the three numbers of each operand the six products combine; the other three products are below float32."""
+"""Which terms the six products multiply: both operands are sums of three bfloat16 terms, numbered from the largest on.
+The other three products of terms are too small to change a float32 sum.
+"""
 
 
 @fused
@@ -151,7 +157,7 @@ def _scaled_sum(products: Tensor, dim: int, scale: float) -> Tensor:
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b`` of bfloat16 matrices in float32, without rounding the sums to bfloat16.
 
-    CPUs have no kernel for such a product, so there the matrices are cast to float32.
+    CPUs have no kernel for such a product, so on CPUs the matrices are cast to float32.
     """
     if widens_products(a.device):
         return torch.mm(a, b, out_dtype=torch.float32)
@@ -208,7 +214,7 @@ def _empty_thin(wide: Tensor, factor: Tensor, scale: float) -> Tensor:
 
 
 def _added(*_: Any) -> None:
-    """Do nothing, as the kernel for the meta device, whose tensors have no values."""
+    """Do nothing: the kernel of the operator ``add_from_thin`` for the meta device, whose tensors have no values."""
 
 
 def _empty_gradient(thin: Tensor, wide: Tensor, transposed: bool) -> Tensor:
@@ -218,7 +224,9 @@ def _empty_gradient(thin: Tensor, wide: Tensor, transposed: bool) -> Tensor:
 
 @cache
 def _by_blocks() -> Any:
-    """Return the custom operators that cast blocks of rows; the first call registers them with torch."""
+    """Return the custom operators that multiply by thin factors, and cast the wide activations in blocks of rows; the
+    first call registers them with torch.
+    """
     kernels: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         "to_thin": (_to_thin, _empty_thin),
         "add_from_thin": (_add_from_thin, _added),

@@ -105,7 +105,8 @@ class _Scores(torch.autograd.Function):
 
 
 def token_scores(logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> TokenScores:
-    """Return the scores ``[N]`` of ``targets [N]`` (global ids) under ``logits [N, V/t]``; equal on all ranks.
+    """Return log-probabilities and other per-token statistics ``[N]`` of ``targets [N]`` (global ids) under
+    ``logits [N, V/t]``; equal on all ranks.
 
     ``logits`` is this rank's slice of the vocabulary, and the backward pass computes its gradient on each rank.
     """

@@ -168,7 +168,7 @@ def _gradient(
     spread: float,
     reuse: bool,
 ) -> Tensor:
-    """Compute :meth:`RowTerms.gradient` in one pass over the logits."""
+    """Return the gradient of the rows' losses by ``logits [n, V/t]``, times ``scale``, in one pass over the logits."""
     gradient = ((logits.to(lse.dtype) - lse).exp() - spread) * scale
     columns = torch.arange(logits.shape[1], device=logits.device)
     gradient = torch.where(columns == places, gradient + hit, gradient).to(logits.dtype)
@@ -176,7 +176,9 @@ def _gradient(
 
 
 def _blocks(logits: Tensor) -> list[slice]:
-    """Return the blocks of rows that are processed one after the other."""
+    """Return slices of the rows of ``logits`` that are processed one after the other, to limit the memory of
+    intermediate results.
+    """
     count = len(logits)
     if is_fused(logits.device):  # one block: the fused kernel needs no float32 buffer
         return [slice(0, count)]

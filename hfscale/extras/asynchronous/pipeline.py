@@ -44,7 +44,7 @@ from ...train.runtime.batches import Microbatch
 
 
 class _Version:
-    """Hold the version of the weights with which the microbatches of one call compute."""
+    """Hold the version of the weights with which the microbatches of one ``train_step`` call compute."""
 
     def __init__(self, model: nn.Module, call: int, microbatches: int) -> None:
         leaves: dict[int, tuple[Tensor, nn.Parameter]] = {}
@@ -64,17 +64,17 @@ class _Version:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Make the model compute with these weights inside the with block."""
+        """Make the model compute with this version of the weights inside the ``with`` block."""
         with entries_replaced(self._places), sharing(self._casts):
             yield
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients that backward passes have computed so far."""
+        """Return the gradients that backward passes have computed so far for this version of the weights."""
         made = [leaf.grad for _, leaf in self.leaves] or [gradient for _, gradient in self.kept]
         return [gradient for gradient in made if gradient is not None]
 
     def retire(self) -> None:
-        """Keep the gradients, and free the weights, because no microbatch needs these weights any more."""
+        """Keep this version's gradients, and free its weights, because no microbatch needs these weights any more."""
         self.kept = [
             (parameter, leaf.grad) for parameter, leaf in self.leaves if leaf.grad is not None
         ]
@@ -109,12 +109,12 @@ class AsynchronousPipeline(Pipeline):
 
     @property
     def under_way(self) -> bool:  # type: ignore[override]
-        """Return whether some gradients are not complete yet."""
+        """Return whether some gradients may be incomplete: ``train_step`` was called since the last :meth:`drain`."""
         return self._calls > 0
 
     def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
-        """Split the batches of one call into microbatches. PipeDream allows one per call; 2BW needs one per stage or
-        more.
+        """Split the batches of one ``train_step`` into microbatches. PipeDream allows one microbatch; PipeDream-2BW
+        needs as many as stages, or more.
         """
         if not torch.is_grad_enabled():  # an evaluation
             return super().share_out(given)
@@ -133,11 +133,15 @@ class AsynchronousPipeline(Pipeline):
         )
 
     def older_weights(self) -> list[Tensor]:
-        """Return the weights of all versions in flight; the newest version may share memory with the parameters."""
+        """Return the weights of all versions with microbatches in flight; the newest version may share memory with the
+        parameters.
+        """
         return [leaf for version in self._versions.values() for _, leaf in version.leaves]
 
     def waiting_gradients(self) -> list[Tensor]:
-        """Return the gradients of versions in flight, and those of finished versions that are not yet in ``.grad``."""
+        """Return the gradients of all weight versions that are not yet in ``.grad``, of microbatches in flight and of
+        finished ones.
+        """
         return [
             gradient
             for version in (*self._versions.values(), *self._finished)
@@ -145,14 +149,17 @@ class AsynchronousPipeline(Pipeline):
         ]
 
     def agrees(self, train: bool) -> bool:
-        """Return whether stages exchange reports in this step: only possible without microbatches in flight."""
+        """Return whether the step begins with an exchange that compares the ranks' batches: an evaluation, or a
+        training step without microbatches in flight.
+        """
         return not train or not self._calls
 
     def run(
         self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool
     ) -> Tensor:
-        """Run one call. Return, on all stages, the loss of the batch whose gradients have reached the first stage: the
-        batch of ``p - 1`` calls ago (PipeDream) or of the last call (2BW); nan while the pipeline fills.
+        """Run one call of ``train_step`` or ``eval_step``. Return, on all stages, the loss of the batch whose gradients
+        have reached the first stage: the batch of ``p - 1`` calls ago (PipeDream on ``p`` stages) or of the last call
+        (2BW); nan while the pipeline fills. An evaluation returns the loss of its own batch.
         """
         # an evaluation uses separate workers, so that microbatches in flight stay untouched
         if not backward:
@@ -163,7 +170,7 @@ class AsynchronousPipeline(Pipeline):
         return loss
 
     def _hand_out(self) -> None:
-        """Add a finished version's gradients to ``.grad``; do nothing while the pipeline fills."""
+        """Add the oldest complete set of gradients to ``.grad``; do nothing while the pipeline fills."""
         if self._finished and (not self._every or self._finished[0].call < self._calls - 1):
             with self._ties.summed():
                 for parameter, gradient in self._finished.popleft().kept:
@@ -221,7 +228,7 @@ class AsynchronousPipeline(Pipeline):
         return self._reported()
 
     def _order(self, num_microbatches: int) -> Order:
-        """Return the order of an evaluation, which runs forward passes only."""
+        """Return the order of the actions of an evaluation, which runs forward passes only."""
         return order("1f1b", self._layout.pp, num_microbatches)
 
     def _what_trains(self) -> list[str]:
@@ -232,7 +239,7 @@ class AsynchronousPipeline(Pipeline):
         ]
 
     def _step_back(self, worker: Any) -> None:
-        """Run the backward pass of the oldest microbatch in flight."""
+        """Run the backward pass of the oldest microbatch in flight, with the weights of its forward pass."""
         index = self._backward
         version = self._versions.pop(index)
         if self._depth:
@@ -248,8 +255,9 @@ class AsynchronousPipeline(Pipeline):
             self._finished.append(version)
 
     def _reported(self) -> Tensor:
-        """Begin to copy this call's loss to the CPU, and return the loss of an earlier call, which has arrived. The
-        next call sends this loss to all stages, because sending it now would make the CPU wait for this call.
+        """Begin to copy this call's loss to the CPU, and return the loss of an earlier call, which has arrived.
+
+        The next call sends this call's loss to all stages: sending it now would make the CPU wait for this call.
         """
         device = self._mesh.device
         copied = None
@@ -293,7 +301,9 @@ class AsynchronousPipeline(Pipeline):
         )
 
     def drain(self) -> Iterator[Tensor]:
-        """Finish the microbatches in flight; yield a loss for each set of gradients, the same number on all stages."""
+        """Finish the microbatches in flight. Yield a loss, on all stages, for each update that is left to do; ``.grad``
+        then has the gradients of this update, if this stage has any left.
+        """
         (worker,) = self.workers
         rounds = min(self._calls, 1 if self._every else self._last)
         self._send_report()

@@ -1,4 +1,6 @@
-"""Describe the schedules without a flush: their orders, the versions they keep, and their limits. Imports no torch."""
+"""Describe the schedules without a flush: the order of their actions, the versions of the weights that they keep, and
+what they do not support. Imports no torch.
+"""
 
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def asynchronous_order(pp_size: int, num_microbatches: int, steps: int, *, every: int = 0) -> Order:
-    """Return 1F1B over consecutive steps, with an update after ``every`` microbatches (default: after each step)."""
+    """Return the order of actions of 1F1B over ``steps`` consecutive steps, with an update of the weights after
+    ``every`` microbatches (default: after each step).
+    """
     every = every or num_microbatches
     ranks = []
     for stage in range(pp_size):
@@ -28,21 +32,24 @@ def asynchronous_order(pp_size: int, num_microbatches: int, steps: int, *, every
 
 
 def _kept_by_pipedream(pp_size: int, rank: int) -> tuple[int, int]:
-    """Return the number of kept older versions of weights, one per microbatch in flight, and of sets of gradients,
-    which is one (Narayanan et al. 2019).
+    """Return how many older versions of the weights PipeDream keeps on pipeline rank ``rank`` (one per microbatch in
+    flight), and how many copies of the gradients (one); Narayanan et al. 2019.
     """
     return pp_size - 1 - rank, 1
 
 
 def _kept_by_2bw(pp_size: int, rank: int) -> tuple[int, int]:
-    """Return the number of kept older versions of weights, at most one, and of sets of gradients, at most two, because
-    gradients of a step wait for the end of the next step (Narayanan et al. 2021).
+    """Return how many older versions of the weights PipeDream-2BW keeps on pipeline rank ``rank`` (at most one), and
+    how many copies of the gradients: at most two, because gradients of a step wait for the end of the next step
+    (Narayanan et al. 2021).
     """
     return min(pp_size - 1 - rank, 1), min(pp_size, 2)
 
 
 def _check(plan: "Plan", options: "Options") -> None:
-    """Raise for features that need all microbatches of a step to be finished at the end of the step."""
+    """Raise for layouts, options and models that no schedule without a flush supports: data parallelism, fp16, losses
+    that the model adds, and encoder-decoders.
+    """
     layout = plan.layout
     schedule = layout.pipeline_schedule
     if layout.data_world > 1:
@@ -67,8 +74,8 @@ def _check(plan: "Plan", options: "Options") -> None:
 
 
 def _check_pipedream(plan: "Plan", options: "Options") -> None:
-    """Raise in the cases of :func:`_check`, and for weights that are tied across stages, because their copies would
-    diverge.
+    """Raise for what PipeDream does not support: the cases of :func:`_check`, and weights that are tied across stages,
+    because the stages' copies would diverge.
     """
     _check(plan, options)
     if plan.stages is not None and plan.ties:

@@ -32,7 +32,7 @@ _UNKNOWN_LATENCY = 1e-4
 
 @dataclass(frozen=True)
 class Sizes:
-    """Hold the sizes of the layer to measure."""
+    """Hold the sizes of the layer to time, and the seconds that one measurement takes."""
 
     hidden: int = 512  # width of the hidden states
     ffn: int = 1376  # width inside the MLP
@@ -44,7 +44,7 @@ class Sizes:
 
     @property
     def shape(self) -> ModelShape:
-        """The shape of the layer, in the form of the time model."""
+        """The sizes of the layer as a :class:`ModelShape`, from which the time model computes."""
         return ModelShape(1, self.hidden, self.hidden, self.hidden, self.ffn, self.vocabulary)
 
 
@@ -60,7 +60,12 @@ def calibrate(
     | None = None,  # sizes of the layer; by default LLaMA 8B's on a GPU, and small on a CPU
     reference: Machine | None = None,  # gives the links if they were not measured
 ) -> dict[str, Any]:
-    """Measure this machine; return a document for ``hardware=`` that describes the machine and its constants."""
+    """Measure this machine; return a document for ``hardware=`` that describes the machine and its constants.
+
+    ``links``: the bandwidth (bytes/s) of a large all-reduce and the seconds of a small one; if they were not measured,
+    the bandwidth is that of ``reference``. ``sizes``: sizes of the layer to time, by default LLaMA 8B's on a GPU and
+    small ones on a CPU.
+    """
     chosen = sizes or (GPU_SIZES if is_accelerator(device) else Sizes())
     dtype = torch.bfloat16 if is_accelerator(device) else torch.float32
     meter = _Meter(chosen, device, dtype)
@@ -231,8 +236,8 @@ class _Meter:
         return torch.randn(*shape, device=self.device).to(self.dtype)
 
     def _time(self, call: Callable[[], object], parts: int = 1) -> float:
-        """Return the median seconds of a call, repeated for the allowed time. With one CPU thread, count processor
-        time.
+        """Return the median seconds of ``call``, repeated for ``Sizes.seconds / parts`` seconds. On a CPU with one
+        thread, processor time is counted.
         """
         alone = self.device.type == "cpu" and torch.get_num_threads() == 1
         clock = time.thread_time if alone else default_timer  # this timer waits for the accelerator

@@ -129,7 +129,9 @@ def _schedule(timeline: Timeline) -> str:
 
 
 def _scatter(found: Search) -> str:
-    """Plot seconds over memory on logarithmic axes, because both differ by large factors between layouts."""
+    """Plot the seconds per step of each layout over its memory per rank, on logarithmic axes, because layouts differ by
+    large factors in both.
+    """
     shown: list[tuple[CandidateCost, str]] = [
         (candidate, _COLORS[0]) for candidate in found.frontier
     ]

@@ -1,4 +1,5 @@
-"""Read GGUF files of llama.cpp: for a box of a tensor, only the blocks that overlap the box are read.
+"""Read GGUF files of llama.cpp: of a box (a slice in every dim) of a tensor, only the quantization blocks that overlap
+the box are read.
 
 ::
 
@@ -55,7 +56,7 @@ _LARGEST = 1 << 48
 
 @dataclass(frozen=True)
 class _Entry:
-    """Describe one tensor of a file: shape, quantization, and place."""
+    """Describe one tensor of a GGUF file: its shape, its quantization, and the position of its bytes."""
 
     shape: tuple[int, ...]
     kind: Any  # the package's GGMLQuantizationType
@@ -65,7 +66,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Header:
-    """Hold the description of a file's tensors."""
+    """Hold a GGUF file's header: the architecture, and a description of each tensor."""
 
     architecture: str
     scaling: str  # kind of scaling of rotary embeddings
@@ -96,7 +97,7 @@ class GgufFile(BytesOnDisk):
 
     @property
     def architecture(self) -> str:
-        """Return llama.cpp's name of the architecture."""
+        """Return llama.cpp's name of the model's architecture."""
         return self._header.architecture
 
     @property
@@ -141,7 +142,7 @@ class _TensorAt(TensorOnDisk):
 
 
 class _Cursor:
-    """Read a header from its beginning on; raise ValueError if the file ends before the header."""
+    """Read the header of a file from its first byte on; raise ValueError if the file ends within the header."""
 
     def __init__(self, file: IO[bytes], size: int) -> None:
         self._file = file
@@ -159,7 +160,7 @@ class _Cursor:
         self._file.seek(length, 1)
 
     def number(self, form: str) -> Any:
-        """Return the next number; ``form`` is a format of the module ``struct``."""
+        """Return the next number, whose type is ``form``, a format string of the module ``struct``."""
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
     def count(self, most: int, what: str) -> int:
@@ -172,7 +173,7 @@ class _Cursor:
         return found
 
     def text(self) -> str:
-        """Return the next string, a name."""
+        """Return the next string, such as a tensor's name: its length comes first, then its bytes."""
         return self.take(self.count(_LONGEST_NAME, "bytes of a name")).decode()
 
     def _go_on(self, length: int) -> None:
@@ -185,8 +186,8 @@ class _Cursor:
 
 @lru_cache(maxsize=4)
 def _read_header(path: Path, size: int, changed: int) -> _Header:
-    """Return the header of a file, cached until the file changes (``changed``): a load reads it several times, and the
-    tokenizer in it is long.
+    """Return the header of a file; it is cached until ``changed``, the time of the file's last change, differs: a load
+    reads the header several times, and the tokenizer in it is long.
     """
     with path.open("rb") as file:
         cursor = _Cursor(file, size)
@@ -272,7 +273,7 @@ def _check_places(entries: Mapping[str, _Entry], size: int, alignment: int) -> N
 
 
 def begins_like_one(path: Path) -> bool:
-    """Return whether a file begins like a GGUF file."""
+    """Return whether a file begins with the bytes that identify GGUF files."""
     with path.open("rb") as file:
         return file.read(len(_MAGIC)) == _MAGIC
 
@@ -289,7 +290,7 @@ def the_package(path: str | Path) -> Any:
 
 
 def _values(words: Tensor, kind: Any, package: Any) -> Tensor:
-    """Dequantize whole blocks: bytes ``[..., n * bytes]`` -> float32 values ``[..., n * entries]``."""
+    """Dequantize full blocks ``[..., n * bytes of a block]`` to float32 values ``[..., n * entries of a block]``."""
     return torch.from_numpy(package.dequantize(words.contiguous().numpy(), kind))
 
 

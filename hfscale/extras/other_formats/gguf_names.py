@@ -3,7 +3,7 @@
 llama.cpp stores some tensors differently, by architecture: rows of queries and keys are ordered by the pairs that are
 rotated together, projections of experts are separate, and norms have one added. A rule per architecture maps
 a box (a slice in every dim) of a tensor to the boxes of the file from which it is read. :data:`BY_SLICES` lists the
-architectures for which these rules are enough.
+architectures that can be read by such rules; for others, transformers reads all weights at once.
 """
 
 import logging
@@ -25,7 +25,9 @@ _EXPERTS = "_exps.weight"
 _FACTORS = "rope_freqs.weight"  # factors of Llama 3.1's rotary embeddings
 
 _Rule = Callable[[str, TensorOnDisk, Any], TensorOnDisk]
-"""Return transformers' tensor for one in the file, given its name in the file, the tensor, and the model's config."""
+"""Return the tensor that transformers has in place of a tensor in the file, given its name in the file, the tensor, and
+the model's config.
+"""
 
 
 class _InFloat32(TensorOnDisk):
@@ -79,7 +81,7 @@ BY_SLICES: dict[str, _Rule] = {
     "stablelm": _as_it_is,
     "command-r": _as_it_is,
 }
-"""llama.cpp's name of an architecture -> the rule for its tensors."""
+"""llama.cpp's name of an architecture -> the rule that makes transformers' tensors of the file's tensors."""
 
 
 def as_transformers(file: GgufFile, model: Any) -> dict[str, TensorOnDisk]:

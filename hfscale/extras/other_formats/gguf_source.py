@@ -33,7 +33,7 @@ _NOT_OF_FILES = ("subfolder", "trust_remote_code")
 
 @dataclass(frozen=True)
 class GgufSource(FileWithConfig):
-    """Describe a GGUF file."""
+    """Describe a GGUF file from which weights, config and tokenizer are read."""
 
     def describe(self) -> str:
         """Return a phrase that describes the file; raise :class:`CheckpointError` for a damaged file."""
@@ -45,8 +45,10 @@ class GgufSource(FileWithConfig):
         return file.slices() if model is None else as_transformers(file, model)
 
     def fitting(self, model: Any, tells: bool = False) -> Source:
-        """Return this source; for architectures without rules, return a source of all weights as transformers reads
-        them.
+        """Return a source of the weights for ``model``: this source if the file's architecture can be read by slices,
+        else a source of all weights as transformers reads them.
+
+        With ``tells``, log a warning in the second case, because every rank then reads the full file.
         """
         architecture = GgufFile(self.file).architecture
         if architecture in BY_SLICES:

@@ -1,4 +1,4 @@
-"""Find DeepSpeed's ZeRO partitions, and weights with torchtitan's names."""
+"""Find weights of other trainers: DeepSpeed's ZeRO partitions, and weights with torchtitan's names."""
 
 from collections.abc import Mapping
 from pathlib import Path

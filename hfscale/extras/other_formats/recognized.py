@@ -32,7 +32,9 @@ _IN_STOCK_CODE = (
 
 @dataclass(frozen=True)
 class _Kind:
-    """Describe one format of checkpoints. ``{}`` in ``tool`` stands for the checkpoint's directory."""
+    """Describe one format of checkpoints, and the ``tool`` that converts it. ``{}`` in ``tool`` stands for the
+    checkpoint's directory.
+    """
 
     names: tuple[str, ...]  # patterns; a path in the directory must match each
     what: str
@@ -109,11 +111,12 @@ _KINDS = (
         for name in ("*.nemo", "*.msgpack", "*.h5", "*.npz")
     ),
 )
-"""The first entry that fits counts, so special formats precede general ones."""
+"""The known formats of checkpoints. The first format that fits counts, so special formats precede general ones."""
 
 
 def recognize(source: Path) -> str | None:
-    """Return a phrase with the format of a checkpoint in ``source``, or just below it, and the tool that converts it.
+    """Return a phrase with the format of the checkpoint in ``source`` or in its subdirectories, and the tool that
+    converts it.
 
     Return ``None`` if no format is recognized.
     """
@@ -138,7 +141,9 @@ def _fits(path: str, name: str) -> bool:
 
 
 def _paths(directory: Path) -> set[str]:
-    """Return relative paths of the files in a directory and its subdirectories that may contain weights."""
+    """Return the paths, relative to ``directory``, of the files that may contain weights, in it and in its
+    subdirectories.
+    """
     files = (
         file
         for place in _directories(directory, 1)
@@ -150,7 +155,7 @@ def _paths(directory: Path) -> set[str]:
 
 
 def _directories(directory: Path, deep: int) -> Iterator[Path]:
-    """Yield a directory and its subdirectories, level by level, except hidden ones."""
+    """Yield a directory and its subdirectories down to ``deep`` levels, level by level, except hidden ones."""
     level = [directory]
     for _ in range(deep + 1):
         level = [each for each in level if each.is_dir()]

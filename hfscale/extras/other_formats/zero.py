@@ -10,7 +10,7 @@
     stages 1, 2    rank 0 [q q q q k] rank 1 [k v v v v]     a group may be split inside a parameter
     stage 3        rank 0 [q q k v v] rank 1 [q q k v v]     each parameter is sharded over all ranks, padded at its end
 
-Trained weights are the 32-bit master weights. Frozen weights are in the model states, in their own dtype: whole with
+Trained weights are the 32-bit master weights. Frozen weights are in the model states, in their own dtype: in full with
 stages 1 and 2; with stage 3, every rank's file has a fragment of each frozen weight. Buffers are in the model states
 too. The files contain objects of DeepSpeed's classes; stand-ins replace these, and nothing of DeepSpeed is imported or
 run.
@@ -53,7 +53,7 @@ class Run:
 
 
 class TensorInRuns(TensorOnDisk):
-    """Read one tensor whose values, row after row, are the concatenation of several runs."""
+    """Read one tensor whose values, row after row, are the concatenation of several runs (parts of flat tensors)."""
 
     def __init__(self, name: str, shape: tuple[int, ...], runs: list[Run]) -> None:
         self.name = name
@@ -122,7 +122,9 @@ class ZeroCheckpoint:
 
     @contextmanager
     def _as_written(self) -> Iterator[None]:
-        """Raise :class:`CheckpointError` if the files do not contain the entries that DeepSpeed writes."""
+        """Raise :class:`CheckpointError` if the ``with`` block fails because the files lack entries that DeepSpeed
+        writes.
+        """
         try:
             yield
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -154,7 +156,9 @@ class ZeroCheckpoint:
         return found
 
     def _frozen(self) -> dict[str, TensorOnDisk]:
-        """Return the frozen weights: whole ones, or (stage 3) ones composed of a fragment in every rank's file."""
+        """Return the frozen weights: with stages 1 and 2 as stored, with stage 3 composed of a fragment in every rank's
+        file.
+        """
         shapes = self._model.get("frozen_param_shapes") or {}
         paths = self._model_files if shapes and self.stage == 3 else self._model_files[:1]
         if shapes and self.stage == 3 and len(paths) != len(self._ranks):
@@ -180,8 +184,8 @@ class ZeroCheckpoint:
         return found
 
     def _add_whole(self, found: dict[str, TensorOnDisk], shared: Collection[str]) -> None:
-        """Add the tensors that the model states hold whole, except ``shared`` names: buffers, and with stages 1 and 2
-        every weight, in its own dtype.
+        """Add to ``found`` the missing tensors that the file of model states holds in full, in their own dtype: buffers
+        and, with ZeRO stages 1 and 2, weights. ``shared`` names, which stand for other weights, are left out.
         """
         file = RawFile(self._model_files[0])
         buffers = self._model.get("buffer_names") or ()
@@ -217,7 +221,7 @@ class ZeroCheckpoint:
         return {"state": self._states([each["state"] for each in base]), "param_groups": groups}
 
     def _states(self, by_rank: list[dict[int, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-        """Return each parameter's state, given the states of every rank's partitions."""
+        """Return the optimizer state of each parameter, by name, given the states of the partitions of every rank."""
         state: dict[str, dict[str, Any]] = {name: {} for group in self.shapes for name in group}
         numbers = sorted(by_rank[0])
         for key, value in by_rank[0][numbers[0]].items():
@@ -239,7 +243,9 @@ class ZeroCheckpoint:
         return self._cut_everywhere(by_rank) if self.stage == 3 else self._one_by_one(by_rank)
 
     def _one_by_one(self, by_rank: list[list[TensorOnDisk]]) -> list[tuple[str, TensorInRuns]]:
-        """Locate parameters in the concatenation of all ranks' partitions of their group (stages 1 and 2)."""
+        """Return every parameter's tensor, located in the concatenation of all ranks' partitions of its group (ZeRO
+        stages 1 and 2).
+        """
         found = []
         paddings = self._ranks[0].get("param_alignment_paddings")
         for number, group in enumerate(self.shapes):
@@ -253,7 +259,9 @@ class ZeroCheckpoint:
         return found
 
     def _cut_everywhere(self, by_rank: list[list[TensorOnDisk]]) -> list[tuple[str, TensorInRuns]]:
-        """Locate parameters in the ranks' partitions, each of which has a shard of every parameter (stage 3)."""
+        """Return every parameter's tensor, located in the partitions of all ranks, each of which has a shard of it
+        (ZeRO stage 3).
+        """
         found = []
         at = 0
         for name, shape in ((n, shape) for group in self.shapes for n, shape in group.items()):
@@ -305,7 +313,9 @@ def _rank(path: Path) -> int:
 
 
 def _runs(flats: list[TensorOnDisk], start: int, length: int) -> list[Run]:
-    """Return the runs of ``length`` values, from ``start`` on, in the concatenation of flat tensors."""
+    """Return where the ``length`` values from ``start`` on are, in the concatenation of ``flats``: one run for each
+    flat tensor that has some of them.
+    """
     found = []
     at = 0
     for flat in flats:

@@ -93,8 +93,10 @@ def _of_model(runtime: Runtime, optimizer: Any, batch: Tensor | None) -> list[st
 def _planned(
     runtime: Runtime, stepping: Any, batch: Tensor, **changed: Any
 ) -> MemoryEstimate | None:
-    """Estimate a step over microbatches like ``batch``, with a fraction ``tokens`` of the batch's tokens; ``None`` if
-    that fails.
+    """Estimate the memory of a step over microbatches like ``batch``; ``None`` if no estimate can be made.
+
+    ``changed``: options of the estimate that differ from those of the run. Among them, ``tokens`` is a fraction of the
+    batch's tokens.
     """
     context = runtime.mesh.layout.cp  # context-parallel ranks, which share a microbatch's tokens
     tokens = max(

@@ -59,7 +59,11 @@ def with_pictures(family: Any, **changes: Any) -> Any:
 def _sizes_for_pictures(
     fields: dict[str, Any], seeing: bool, besides: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return changes to a config and its nested configs; ``seeing``: this config or an enclosing one reads pictures."""
+    """Return the changes that make a config, with its nested configs, tiny and fit for the test pictures.
+
+    ``seeing``: whether this config or an enclosing one reads pictures. ``besides``: further values for fields of this
+    config.
+    """
     wanted = {**(_KNOWN["tower"] if seeing else {}), **besides, **_tokens(fields)}
     sizes: dict[str, Any] = dict(TEXTS.get(fields.get("model_type", ""), {}))
     for name, value in fields.items():
@@ -91,7 +95,9 @@ def _tokens(fields: dict[str, Any]) -> dict[str, int]:
 
 
 def _with_sections(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return rotary sections (time, height, width) that fit the tiny heads, if the config has sections."""
+    """Return rotary sections (time, height, width) that fit the tiny heads, if the config divides its rotary embeddings
+    into sections.
+    """
     rope = fields.get("rope_parameters") or {}
     if fields.get("model_type") not in _KNOWN["sectioned"] and "mrope_section" not in rope:
         return {}

@@ -107,7 +107,9 @@ class PictureCase(Case):
         }
 
     def _typed(self, batch: Batch) -> Batch:
-        """Return a batch with the further inputs of the class, and without inputs that the class does not take."""
+        """Return a batch with the further inputs that the model's class takes (token types, boxes), and without inputs
+        that it does not take.
+        """
         given = self._arguments
         ids = batch["input_ids"]
         typed = {
@@ -144,7 +146,9 @@ class PictureCase(Case):
 
 @dataclass
 class PlainPictureCase(PictureCase, PlainCase):
-    """Define a case with pictures whose loss the class computes, trained by a plain loop."""
+    """Define a parity case with pictures in which the model's class computes the loss, and a plain loop (no Trainer)
+    trains.
+    """
 
 
 def _count_features(config: Any, picture: dict[str, Tensor]) -> int:
@@ -171,7 +175,7 @@ def _count_features(config: Any, picture: dict[str, Tensor]) -> int:
 
 
 def _features_in(output: Any) -> Any:
-    """Return the features that replace placeholders, from a tower's output."""
+    """Return the features that replace picture placeholders in the text, from the output of the vision tower."""
     if getattr(output, "pooler_output", None) is not None:
         return output.pooler_output
     if getattr(output, "deepstack_features", None) is not None:  # (layer, features to add)
@@ -216,7 +220,7 @@ def join_pictures(pictures: list[Picture]) -> Picture:
 
 
 def vision_part(config: Any) -> Any:
-    """Return the nested config that has the picture's size."""
+    """Return the config of the vision tower, nested in ``config``, which has the size of pictures."""
     for name in ("vision_config", "vlm_config", "vq_config", "encoder"):
         inside = getattr(config, name, None)
         if inside is not None:
@@ -231,7 +235,10 @@ def _patches(
     channels: int,
     noise: _Noise,
 ) -> Picture | None:
-    """Return a picture as patches with positions, for families that take patches; ``None`` for other families."""
+    """Return a picture as patches with positions, for families that take patches; ``None`` for other families.
+
+    ``way`` is the input or config field by which the family's format was recognized.
+    """
     sides = torch.tensor([[GRID, GRID]])
     width = channels * PATCH**2
     match way:
@@ -294,7 +301,9 @@ def _squares(
     channels: int,
     noise: _Noise,
 ) -> Picture:
-    """Return a picture as pixels, for families that take pixels."""
+    """Return a picture as pixels, for families that take pixels; ``way`` is the input or config field by which the
+    family's format was recognized.
+    """
     square = (channels, SIDE, SIDE)
     match way:
         case (

@@ -5,11 +5,12 @@
     M = matrix + error    P = M Q    mean of P, made orthonormal    Q = M^T P    mean of Q
     matrix <- P Q^T       error <- M - P Q^T
 
-Each rank compresses its own shard of a matrix, like DALL-E (Ramesh et al. 2021, appendix E). Vectors are averaged
-uncompressed, and so are matrices whose factors would be no smaller. Under a loss scale, errors are scaled like
-gradients, and rescaled when the loss scale changes. If a step's gradients are not finite, its errors and factors are
-discarded, since they would make all later steps not finite. Matrices in 16 bits are factored in 32 bits, and their
-errors are kept in 32 bits too.
+``matrix`` is a gradient; ``error`` is what the factors ``P`` and ``Q`` of the last step left out; ``Q`` is kept for the
+next step. Each rank compresses its own shard of a matrix, like DALL-E (Ramesh et al. 2021, appendix E). Vectors are
+averaged uncompressed, and so are matrices whose factors would be no smaller than the matrix. Under a loss scale, errors
+are scaled like gradients, and rescaled when the loss scale changes. If a step's gradients are not finite, its errors
+and factors are discarded, since they would make all later steps not finite. Matrices in 16 bits are factored in 32
+bits, and their errors are kept in 32 bits too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -86,7 +87,7 @@ class PowerSGD(Compressor):
             self._factors[i] = torch.where(numbers, right[i], factor)
 
     def tensors(self) -> list[Tensor]:
-        """Return the errors and factors."""
+        """Return the errors and factors that are kept between steps."""
         return [*self._errors.values(), *self._factors.values()]
 
     def state(self) -> dict[str, Any]:
@@ -101,8 +102,8 @@ class PowerSGD(Compressor):
 
     @staticmethod
     def entries_kept(shape: Sequence[int], rank: int) -> int:
-        """Return the number of values that error and factor have; 0 if factors would be no smaller than the
-        gradient.
+        """Return the number of values that error and factor of a gradient of this ``shape`` have; 0 if it is averaged
+        uncompressed, because its factors would be no smaller.
         """
         rows, columns = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, 1)
         is_smaller = rank * (rows + columns) < rows * columns and rank <= min(rows, columns)
@@ -133,7 +134,9 @@ class PowerSGD(Compressor):
 
 
 def first_factor(seed: int, number: int, columns: int, rank: int) -> Tensor:
-    """Return a random normal factor ``[columns, rank]`` for matrix ``number`` of a buffer."""
+    """Return the random normal factor ``[columns, rank]`` with which PowerSGD begins, for matrix ``number`` of a
+    gradient buffer.
+    """
     return torch.randn(
         columns,
         rank,

@@ -1,4 +1,5 @@
-"""Prove the facts about a model class that plans need. Each proof runs a tiny clone, or the model on the meta device.
+"""Prove the properties of a model class on which plans depend. Each proof runs a tiny copy of the model, or the model
+on the meta device.
 
 :mod:`hfscale.models.facts` calls a proof if its table has no answer; ``scripts/prove_facts.py`` fills the table by the
 same proofs. A proof returns its answer (JSON), and whether the answer holds for all models with the same digest (in

@@ -22,10 +22,13 @@ Routes = tuple[Tensor, Tensor]  # indices and weights of the chosen experts
 
 
 def prove_choice_bias(model: Any, kind: Any) -> tuple[dict[str, str], bool]:
-    """Map the name of a mixture's experts module to the name, within its block, of the bias that affects only the
-    choice of experts. A tensor is such a bias if a small change that leaves the choice as it is changes no routing
-    weight, and if one large entry makes its expert chosen. If no tiny clone can be made, a tensor of the right shape
-    whose name ends in "bias" is taken. The model, of the stock class ``kind``, may be parallelized.
+    """Find the biases that affect only the choice of experts, not their routing weights. Return a map from the name of
+    each experts module to the name of its bias within the enclosing module, and whether the answer holds for all sizes
+    (always true).
+
+    A tensor is such a bias if a small change that leaves the choice as it is changes no routing weight, and if one
+    large entry makes its expert chosen. If no tiny copy of the model can be made, a tensor of the right shape whose
+    name ends in "bias" is taken. The model, of the stock class ``kind``, may be parallelized.
     """
     biases: dict[str, str] = {}
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
@@ -49,14 +52,16 @@ def prove_choice_bias(model: Any, kind: Any) -> tuple[dict[str, str], bool]:
 
 
 def _mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yield (name, block, module) for each module of experts; the block is the module around the experts."""
+    """Yield (name, enclosing module, module) for each module that holds a layer's experts."""
     for name, module in model.named_modules():
         if holds_experts(module):
             yield name, model.get_submodule(name.rpartition(".")[0]), module
 
 
 def _layers_of_every_block(whole: nn.Module) -> int:
-    """Return how many first layers include a mixture of each structure, since some families begin with dense layers."""
+    """Return how many layers, from the first on, include an MoE layer of each structure: some families begin with dense
+    layers.
+    """
     firsts: dict[frozenset[str], int] = {}
     for name, block, experts in _mixtures(whole):
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
@@ -67,7 +72,9 @@ def _layers_of_every_block(whole: nn.Module) -> int:
 
 
 def _candidates(block: nn.Module, experts: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the block's tensors that its class does not train and that have at least one entry per expert."""
+    """Yield (name, vector) for the vectors in an MoE layer ``block``, outside of its experts, that its class does not
+    train and that have at least one entry per expert.
+    """
     inside = {id(tensor) for tensor in (*experts.parameters(), *experts.buffers())}
     frozen = (
         (name, parameter)
@@ -100,8 +107,11 @@ def _is_for_the_choice(clone: Any, block: nn.Module, experts: Any, tensor: Tenso
 
 
 def _routes(clone: Any, block: nn.Module, experts: nn.Module) -> Routes | None:
-    """Return the routes ``[n, k]`` with which a clone's ``block`` calls its ``experts``. The block runs within the
-    model, or alone if the model needs more than tokens. Return ``None`` if neither can run.
+    """Return the indices and weights ``[n, k]`` of the ``k`` experts of each token, with which a clone's ``block``
+    calls its ``experts``.
+
+    The block runs within the model, or alone if the model needs more inputs than tokens. Return ``None`` if neither can
+    run.
     """
     taken: list[Routes] = []
 

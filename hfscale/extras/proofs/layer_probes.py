@@ -1,4 +1,5 @@
-"""Prove facts about modules before, between and after a model's layers, about unused modules, and about loans.
+"""Prove which modules run before, between and after a model's layers, which modules are unused, and whether layers can
+use a loan.
 
 A loan is a module of the first layer whose result all layers read (:class:`hfscale.plan.stages.Loan`).
 """
@@ -35,8 +36,11 @@ def prove_entry(
     model: Any, firsts: dict[str, str], embedding: str | None
 ) -> tuple[dict[str, Any], bool]:
     """Trace the model up to its first layers. ``firsts`` maps the first layer of each layer list to the module that
-    runs the list. Return ``before`` and ``direct`` of :class:`_EntryProbe`, its ``failure``, and ``odd``: the shapes of
-    layer inputs that are not ``[samples, tokens, width]``.
+    runs the list.
+
+    The answer has ``before``: for each such module, its children that are called before its first layer; ``direct``:
+    the layer that gets the output of ``embedding`` unchanged, if any; ``odd``: shapes of layer inputs that are not
+    ``[samples, tokens, width]``; and ``failure``: why the model could not run, or empty.
     """
     probe = probed(_EntryProbe, model, firsts, embedding)
     odd = {
@@ -50,7 +54,7 @@ def prove_entry(
 
 
 class _EntryProbe(Probe):
-    """Run a model up to its first layers; record the modules that are called before these layers."""
+    """Run a model up to the first layer of each layer list; record the modules that are called before these layers."""
 
     def __init__(
         self,
@@ -116,8 +120,8 @@ def prove_passage(
     layer_list: str,
     items: Iterable[str],
 ) -> tuple[dict[str, Any], bool]:
-    """Run the model through one list of layers, with ``items`` around it; return the record of a
-    :class:`PassageProbe`.
+    """Run the model through the layers of ``layer_list``; return what :class:`PassageProbe` records about them, and
+    about the use of ``items`` (modules or parameters outside the layers) before, between and after the layers.
     """
     probe = probed(PassageProbe, model, layer_list, list(items))
     answer = {
@@ -132,7 +136,9 @@ def prove_passage(
 
 
 class PassageProbe(Probe):
-    """Run a model to its end; record what happens before, between and after the layers of one list."""
+    """Run a model to its end; record which modules and parameters outside the layers of one list are used before,
+    between and after these layers, and what keeps pipeline stages from running the layers.
+    """
 
     def __init__(self, model: Any, layer_list: str, items: Iterable[str]) -> None:
         super().__init__(model)
@@ -282,7 +288,7 @@ class PassageProbe(Probe):
 
 
 def _tensors_in_mappings(leaves: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors in a model's own mappings among call arguments, such as keys and values that layers share."""
+    """Yield the tensors in mappings among a layer's arguments, such as the keys and values that layers share."""
     for leaf in leaves:
         if isinstance(leaf, Mapping):
             inside = tree_leaves(dict(leaf))
@@ -291,7 +297,9 @@ def _tensors_in_mappings(leaves: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _structure(output: Any) -> int | None:
-    """Return ``None`` for a tensor, ``n`` for a tuple of ``n`` that begins with a tensor, and 0 for anything else."""
+    """Return the structure of a layer's output: ``None`` for a tensor, ``n`` for a tuple of ``n`` that begins with a
+    tensor, and 0 for anything else.
+    """
     if isinstance(output, Tensor):
         return None
     return (
@@ -302,8 +310,8 @@ def _structure(output: Any) -> int | None:
 
 
 def prove_reach(model: Any, layers: list[str]) -> tuple[dict[str, list[str]], bool]:
-    """Return the layers that are never called: as ``classes`` if no layer of these classes is called, else as
-    ``names``.
+    """Return which of the ``layers`` are never called in a forward pass: under ``classes``, the classes of these layers
+    if no layer of these classes is called, else under ``names``, the layers.
     """
     probe = _ReachProbe(model, layers)
     if probe.failure:
@@ -360,8 +368,8 @@ class _ReachProbe(Probe):
 
 
 def prove_loan(model: Any, loan: Loan) -> tuple[bool, bool]:
-    """Return whether layers can use the loan (a module of the first layer whose result all layers read), tested on a
-    clone.
+    """Return whether a clone computes the same if its other layers call the loan themselves. The loan is a module of
+    the first layer whose result all layers read.
     """
     clone = tiny_model(model)
     # Stock code may raise anything if layers do not get their usual arguments.
@@ -372,8 +380,8 @@ def prove_loan(model: Any, loan: Loan) -> tuple[bool, bool]:
 
 @torch.no_grad()
 def proved(model: Any, loan: Loan) -> bool:
-    """Return whether a model computes the same if its layers get only hidden states and the loan's result; changes the
-    model.
+    """Return whether a model computes the same if its layers get only hidden states and the result of the loan, a
+    module of the first layer whose result all layers read; changes the model.
     """
     model.eval()
     lent = model.get_submodule(loan.name)

@@ -112,8 +112,10 @@ class _LossProbe(Probe):
 
 def prove_own_loss(model: Any) -> tuple[dict[str, Any] | None, bool]:
     """Return the fields of a :class:`hfscale.plan.feature_plans.OwnLossPlan`; ``None`` if the loss depends on how a
-    step is divided. The loss does not depend on that if a tiny clone's loss of two batches together is the mean of both
-    losses, weighted by rows (text classification) or by labels that are not ignored (tokens).
+    step's batch is divided into microbatches.
+
+    The loss does not depend on that if a tiny clone's loss of two batches together is the mean of both losses, weighted
+    by rows (text classification) or by labels that are not ignored (tokens).
     """
     config = model.config
     model = tiny_model_of(type(model), config, torch.float64)
@@ -195,7 +197,9 @@ def prove_token_loss(model: Any) -> tuple[bool, bool]:
 def _pairs(
     classes: int, vocabulary: int, end: int | None
 ) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Yield pairs of batches with labels per row or per token, some of them ignored; every row ends with ``end``."""
+    """Yield pairs of batches on which to compare losses, with labels per row or per token, some of them ignored; every
+    row ends with the token ``end``.
+    """
     generator = torch.Generator().manual_seed(3)
     ids = [
         torch.randint(3, min(_LARGEST_ID, vocabulary), (rows, _TOKENS), generator=generator)
@@ -227,7 +231,9 @@ def _pairs(
 
 
 def _divides(model: Any, batch: dict[str, Tensor], mean: float) -> bool:
-    """Return whether the loss is divided by ``num_items_in_batch``."""
+    """Return whether the model divides its loss by the argument ``num_items_in_batch``; ``mean`` is the loss without
+    it.
+    """
     if not takes_argument(model, "num_items_in_batch"):
         return False
     return abs(float(model(**batch, num_items_in_batch=1000).loss) - mean) > _TOLERANCE

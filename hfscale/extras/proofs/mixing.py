@@ -96,8 +96,8 @@ def prove_mixing(
 
 
 def _find_mixing(model: Any, padded: bool, mixers: "_Mixers", text: str) -> str:
-    """Return why a tiny model's sequences cannot be split (empty if they can); ``mixers`` then has the
-    mixing classes.
+    """Return why a tiny model's sequences cannot be split over ranks (empty if they can); ``mixers`` then has the
+    classes of modules that mix tokens.
     """
     mixers.mix = set(mixers.read_masks)
     try:
@@ -120,8 +120,8 @@ def _find_mixing(model: Any, padded: bool, mixers: "_Mixers", text: str) -> str:
 
 
 class _Mixers:
-    """Find modules whose output for a part of a sequence differs from their output for the full sequence; in later
-    passes, use the output for the full sequence.
+    """Find modules whose output for a part of a sequence differs from their output for the full sequence. In passes on
+    a part, replace their output by this part of the output for the full sequence.
     """
 
     def __init__(self, candidates: Sequence[nn.Module]) -> None:
@@ -146,7 +146,9 @@ class _Mixers:
         return self
 
     def raised_in(self, error: BaseException) -> type | None:
-        """Return the class of the candidate module in whose forward pass an error was raised."""
+        """Return the class of the examined module in whose forward pass an error was raised; ``None`` if it was raised
+        elsewhere.
+        """
         objects = [
             frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)
         ]
@@ -233,7 +235,9 @@ def _of_tokens(x: Any) -> bool:
 
 
 class _Subject:
-    """Hold a model whose attention is replaced by hfscale's, and whose sequences are split as in a run."""
+    """Hold a tiny model with hfscale's attention in place of its own, and sequences that are split as over context
+    ranks.
+    """
 
     def __init__(self, model: Any, text: str, mixers: "_Mixers") -> None:
         self._whole_mask, self._count = mixers.whole_mask, position_counter(model)
@@ -307,8 +311,8 @@ def _compare(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> st
 
 
 def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixers) -> str:
-    """Compare again, with mixers that get full sequences, gathered as in a run; gathering needs inputs with a token
-    dim.
+    """Check that parts of sequences give the same output if modules that mix tokens get full sequences, gathered as in
+    a run. Return why not, or an empty string. Gathering needs inputs with a token dim.
     """
     mixers.begin()
     mixers.gathers = True
@@ -357,7 +361,9 @@ def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixe
 def _differ(
     outputs: Tensor, wanted: Tensor, batch: dict[str, Tensor], part: CutBatch | None = None
 ) -> bool:
-    """Return whether outputs for a batch, or for a part of it, differ from ``wanted`` outside of padding."""
+    """Return whether outputs for a batch, or for a part of it, differ from the outputs ``wanted`` at any token that is
+    not padding.
+    """
     mask = batch.get("attention_mask")
     if mask is not None:
         real = (mask if part is None else mask[:, part.places()]).bool()
@@ -400,7 +406,9 @@ class _OneToken:
 
 
 def _batch(model: Any, padded: bool, marked: bool) -> dict[str, Tensor]:
-    """Return a batch of tokens; if ``marked``, some tokens belong to a picture, whose tokens may read each other."""
+    """Return a batch of tokens, with padding if ``padded``; if ``marked``, some tokens belong to a picture, whose
+    tokens may read each other.
+    """
     vocabulary = int(model.config.get_text_config().vocab_size)
     ids = torch.randint(
         3,

@@ -34,8 +34,8 @@ def tiny_model_of(
     dtype: torch.dtype,
     **changes: Any,
 ) -> Any | None:
-    """Return a tiny clone with ``changes`` (see :func:`hfscale.models.clone.tiny_clone`); ``None`` if it is
-    not small.
+    """Return a tiny clone with ``changes`` to its config (see :func:`hfscale.models.clone.tiny_clone`); ``None`` if it
+    cannot be built or has too many parameters.
     """
     with torch.random.fork_rng(devices=[]):
         try:
@@ -75,7 +75,9 @@ def without_cache(model: Any) -> dict[str, bool]:
 
 
 def apart(found: Tensor, wanted: Tensor, floor: float = 1e-30) -> float:
-    """Return the largest difference relative to the largest entry, or to ``floor``; infinite for other shapes."""
+    """Return the largest difference between two tensors, relative to the largest entry of ``wanted``, or to ``floor``
+    if that is larger; infinite if their shapes differ.
+    """
     return difference(found, wanted, floor=floor) if found.shape == wanted.shape else float("inf")
 
 
@@ -92,7 +94,7 @@ def names_no_size(*texts: str) -> bool:
 
 
 class Reached(Exception):
-    """Signal that the probe has recorded enough, so that the run can end."""
+    """Signal, from a hook, that the probe has recorded enough, so that the forward pass can end."""
 
 
 class Probe(TorchDispatchMode):
@@ -140,7 +142,7 @@ class Probe(TorchDispatchMode):
                 self._handles.pop().remove()
 
     def _operated(self, given: list[Tensor], result: Any) -> None:
-        """Inspect the input tensors and the result of an operation."""
+        """Inspect the input tensors and the result of one torch operation; called for every operation of the pass."""
 
     def __torch_dispatch__(
         self,
@@ -160,7 +162,9 @@ ProbeT = TypeVar("ProbeT", bound=Probe)
 
 
 def probed(probe: Callable[..., ProbeT], model: Any, *about: Any) -> ProbeT:
-    """Probe the model itself, mostly on the meta device; if its code reads values, probe a tiny clone instead."""
+    """Run the ``probe`` on the model itself, mostly on the meta device; if that fails, because the model's code reads
+    values of tensors, run it on a tiny clone.
+    """
     result = probe(model, *about)
     clone = tiny_model(model) if result.failure else None
     return result if clone is None else probe(clone, *about)
@@ -168,8 +172,8 @@ def probed(probe: Callable[..., ProbeT], model: Any, *about: Any) -> ProbeT:
 
 @contextmanager
 def skipped_experts(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Skip experts inside the ``with`` block, because routes depend on values, and expert kernels support few dtypes.
-    No layer ends in an expert.
+    """Make experts return zeros inside the ``with`` block, because the routing depends on values, and expert kernels
+    support few dtypes. No layer ends in an expert.
     """
     skipped = [
         module for module in modules if takes_routes(module) and "forward" not in module.__dict__
@@ -184,10 +188,14 @@ def skipped_experts(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 class TokenByToken:
-    """Replace convolutions and scans by functions of each single token's arguments."""
+    """Replace convolutions and scans of mixers by functions of each single token's inputs, so that no token depends on
+    another one.
+    """
 
     def replacement(self, name: str, function: Any) -> Any:
-        """Return the function that a mixer calls instead of the ``function`` of this name."""
+        """Return a function of single tokens, to be called by a mixer in place of its convolution or scan ``function``
+        of this ``name``.
+        """
         if name == CONVOLUTION:
             return lambda x, weight, *_, **__: torch.tanh(x) * weight.sum(-1)[:, None]
         scan = SCANS[name]

@@ -81,7 +81,7 @@ class LargestScores:
         return largest
 
     def drop(self) -> None:
-        """Discard the scores collected since the last step; called when the current step is skipped."""
+        """Discard the attention scores collected since the last step, because the current step is skipped."""
         self._found = {}
 
     @torch.no_grad()
@@ -192,9 +192,10 @@ class _Attention:
 
 
 class QueryKeyClip(Stepper):
-    """Clip the attention scores of a model's layers at ``threshold``: a stepper to be called after all other steppers.
+    """Clip the attention scores of a model's layers at ``threshold``, by scaling the weights of queries and keys after
+    an optimizer step. The optimizer calls it after its updates of the weights.
 
-    ``members`` are all parameters that the optimizer steps. Scores of all microbatches since the last step count;
+    ``members`` are all parameters that the optimizer updates. Scores of all microbatches since the last step count;
     scores of a step that is skipped because of an overflow are dropped.
     """
 
@@ -224,7 +225,9 @@ class QueryKeyClip(Stepper):
         self._own = ref(scores)
 
     def step(self, groups: Groups, state: State) -> None:
-        """Scale down the heads that have exceeded the threshold since the last step; one collective per mesh axis."""
+        """Scale down the queries and keys of the heads whose scores have exceeded the threshold since the last step;
+        makes one collective per mesh axis.
+        """
         if (scores := self._own()) is None or scores is not self._runtime.observer:
             raise ConfigError(
                 "another optimizer was made for the model after the one with qk_clip: make the one with qk_clip last"
@@ -262,7 +265,9 @@ class QueryKeyClip(Stepper):
                     member.weight.mul_(member.planned.take(every, self._mesh.ranks))
 
     def _find(self, known: Mapping[str, Member], runtime: Runtime) -> Iterator[_Attention]:
-        """Yield the attention modules of this rank's layers; raise for modules whose scores cannot be clipped."""
+        """Yield the attention modules of this rank's layers, with their query and key projections among ``known``, the
+        optimizer's parameters; raise for modules whose scores cannot be clipped.
+        """
         kind = stock_class(runtime.model)
         answers = ask("score scaling", runtime.model, stock=kind, kind=kind)
         if not answers:
@@ -282,8 +287,8 @@ class QueryKeyClip(Stepper):
     def _attention(
         self, name: str, module: nn.Module, known: Mapping[str, Member], runtime: Runtime
     ) -> _Attention:
-        """Return one attention module with its projections among the members ``known``; raise if a projection is
-        frozen.
+        """Return an attention module with the weights and biases of its query and key projections, taken from
+        ``known``, the parameters that the optimizer updates; raise if one of them is not among these.
         """
         every = [[f"{name}.{each}.{kind}" for kind in ("weight", "bias")] for each in PROJECTIONS]
         for missing in (
@@ -305,7 +310,7 @@ class QueryKeyClip(Stepper):
 
 
 def _steppers(threshold: Any, members: Sequence[Member], runtime: Runtime) -> list[Stepper]:
-    """Return the stepper that clips scores after an optimizer's other steppers; none without a ``threshold``."""
+    """Return the object that clips scores after the optimizer's updates, in a list; empty without a ``threshold``."""
     return [] if threshold is None else [QueryKeyClip(threshold, members, runtime)]
 
 

@@ -50,7 +50,9 @@ def prove_score_scaling(model: Any, kind: Any) -> tuple[dict[str, str], bool]:
 
 
 def _why_not(module: Any, measured: Callable[[], dict[nn.Module, Tensor]]) -> str:
-    """Scale the projections of a module's heads; return why the scores do not scale by the same factor, or nothing."""
+    """Scale the projections of a module's heads by random factors; return why the attention scores do not scale by the
+    same factors, or an empty string if they do.
+    """
     if not all(isinstance(getattr(module, each, None), nn.Linear) for each in PROJECTIONS):
         return f"has no linear layers {' and '.join(PROJECTIONS)} (it has latent attention or fused projections)"
     projections = [getattr(module, each) for each in PROJECTIONS]

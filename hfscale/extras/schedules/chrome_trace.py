@@ -16,7 +16,9 @@ from ...parallel.pipeline.timeline import KINDS, LETTERS, RELEASE, Action, Span,
 
 
 def write_trace(path: Path, *timelines: Timeline, labels: Sequence[str] = ()) -> None:
-    """Write runs, or steps of a run, to ``path`` as ``pid`` 0, 1, ...; names are ``labels`` or the schedules' names."""
+    """Write runs, or steps of a run, to ``path`` as processes (``pid``) 0, 1, ... of a Chrome trace. Their names are
+    ``labels`` or, by default, the names of the schedules.
+    """
     names = labels or [timeline.name or f"run {run}" for run, timeline in enumerate(timelines)]
     events = [
         event
@@ -102,7 +104,9 @@ def _about(runs: list[dict[str, Any]], run: int) -> dict[str, Any]:
 
 
 def merge_records(records: Sequence[Record], name: str = "", microbatches: int = 0) -> Timeline:
-    """Return the timeline in seconds, from 0, of all ranks' records, which are given in the order of ranks."""
+    """Merge the recorded actions of all ranks, given in the order of ranks, into one timeline in seconds that starts at
+    0.
+    """
     # perf_counter is the machine's monotonic clock: comparable between processes of a machine, but not between
     # machines.
     clock = {record.host: record.origin for record in reversed(records)}

@@ -115,7 +115,7 @@ def _measured(trace: Path | None, step: int | None) -> Timeline | None:
 
 
 def _as_measured(planned: Order, measured: Timeline) -> Order:
-    """Add a run's updates to the planned order, and remove backward passes if the run has none."""
+    """Add a recorded run's updates to the planned order, and remove backward passes if the run has none."""
     kinds = {span.action.kind for _, span in measured.spans()}
     if kinds == {"forward"}:
         return tuple(
@@ -178,8 +178,8 @@ def _asked(arguments: argparse.Namespace, measured: Timeline | None) -> tuple[Or
 
 
 def _steps(schedule: str, microbatches: int, measured: Timeline | None) -> int:
-    """Return the number of steps to draw: one with flushes; without flushes, all recorded steps, or enough to show how
-    steps overlap.
+    """Return the number of steps to draw: one for schedules with flushes; for others, all recorded steps, or enough to
+    show how steps overlap.
     """
     kind = schedule_of(schedule)
     if kind.flushes:

@@ -121,7 +121,7 @@ def _parts(spans: Iterable[Span]) -> list[tuple[Span, ...]]:
 
 
 def _gather(record: Record, mesh: Mesh) -> list[Record]:
-    """Gather the records of the ranks of rank 0's pipeline, in order; other ranks get an empty list."""
+    """Gather, on rank 0, the records of the ranks of its pipeline, in order; other ranks get an empty list."""
     first = not any(rank for axis, rank in mesh.ranks.items() if axis != "pp")
     records: list[Any] | None = [None] * mesh.layout.total_size if dist.get_rank() == 0 else None
     dist.gather_object(

@@ -86,7 +86,9 @@ def draw(path: Path, timelines: Sequence[tuple[str, Timeline]]) -> None:
 
 
 def _draw_one(axes: Any, timeline: Timeline, horizon: float, inches: float) -> None:
-    """Draw one timeline; ``inches`` is the width of a unit of time."""
+    """Draw one timeline into ``axes``; ``inches`` is the width of one unit of time, by which very short actions are
+    drawn as marks.
+    """
     from matplotlib.patches import Rectangle
 
     for rank, spans in enumerate(timeline.ranks):
@@ -208,7 +210,9 @@ def has_later_stages(timelines: Sequence[tuple[str, Timeline]]) -> bool:
 
 
 def _shade(colour: str, chunk: int, chunks: int) -> str:
-    """Return a lighter shade for a rank's later stages."""
+    """Return the shade of ``colour`` for stage number ``chunk`` of a rank's ``chunks`` stages: the later the stage, the
+    lighter the shade.
+    """
     share = 0.0 if chunks == 1 else 0.45 * chunk / (chunks - 1)
     return "#" + "".join(f"{round(value + (255 - value) * share):02x}" for value in _rgb(colour))
 

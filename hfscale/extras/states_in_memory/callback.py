@@ -1,4 +1,4 @@
-"""Save a Trainer's run to its hosts' memory, and resume from there."""
+"""Save a Trainer's run to its hosts' memory, and resume from this memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +14,9 @@ from .in_memory import StatesInMemory
 
 
 class StatesInMemoryCallback(StatesAside):
-    """Save a Trainer's run to its hosts' memory every few steps. ``train(resume_from_checkpoint=True)`` resumes from
-    memory, or from a newer checkpoint on disk. ``every`` and ``memory``: as for :class:`hfscale.StatesInMemory`.
+    """Save a Trainer's run to its hosts' memory every ``every`` steps. ``train(resume_from_checkpoint=True)`` resumes
+    from memory, or from a newer checkpoint on disk. ``memory`` is a directory on a file system in memory, as for
+    :class:`hfscale.StatesInMemory`.
     """
 
     def __init__(self, every: int, memory: str | Path = MEMORY) -> None:
@@ -25,7 +26,7 @@ class StatesInMemoryCallback(StatesAside):
         self.states: StatesInMemory | None = None
 
     def states_of(self, trainer: Any) -> StatesInMemory:
-        """Return the states of a trainer; the first call is collective."""
+        """Return the object that saves the trainer's states to memory; the first call makes it, and is collective."""
         if self.states is None:
             output: str = trainer.args.output_dir
             self.states = StatesInMemory(
@@ -34,13 +35,15 @@ class StatesInMemoryCallback(StatesAside):
         return self.states
 
     def newest(self, trainer: Any, found: Path | None) -> Path | None:
-        """Return the state in memory if it is newer than the one ``found`` on disk, else ``None``. Call it on every
-        rank.
+        """Return the directory of the state in memory if it is newer than the state ``found`` on disk, else ``None``.
+        Call it on every rank.
         """
         return self.states_of(trainer).newest(found)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Let the Trainer save to memory after the step."""
+        """Let the Trainer save the state to memory after this step if ``every`` divides the number of steps; after
+        other steps, raise if the last save has failed.
+        """
         between = state.global_step % self.every
         self.due = not between and state.global_step < state.max_steps
         if between and self.states is not None:
@@ -51,18 +54,20 @@ class StatesInMemoryCallback(StatesAside):
         self.due = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Free the memory after the last step, also after an early stop."""
+        """Remove the states from memory after the last step, also after an early stop."""
         self.free()
 
     def free(self) -> None:
-        """Free the memory. Call it on every rank."""
+        """Remove the states from memory. Call it on every rank."""
         if self.states is not None:
             self.states.remove()
             self.states = None
 
     @contextmanager
     def kept(self, trainer: Any) -> Iterator[Path]:
-        """Yield a directory for Trainer's small files; save these with the run's state after the ``with`` block."""
+        """Yield a temporary directory, into which the Trainer writes its small files; after the ``with`` block, save
+        them to memory together with the state of model, optimizer and schedule.
+        """
         states = self.states_of(trainer)
         self.due = False
         states.optimizer = trainer.optimizer

@@ -30,8 +30,8 @@ from ...recipes.schema import RecipeError
 
 KINDS = ("rank", "save", "load", "all", "node", "stop", "full")
 """Kinds of strikes: kill one rank in a step, in a save, or while it starts again (load); kill all ranks with their
-parents, or also the launcher (node), which a scheduler would restart; stop one rank for a while; let one rank's files
-be full.
+parents, or also the launcher (node), which a scheduler would restart; stop one rank for a while; limit the size of one
+rank's files, as if its disk were full.
 """
 # seconds
 _STOPPED = 3.0
@@ -42,7 +42,7 @@ _PARENTS = ("all", "node")  # kinds of strikes that also kill parent processes
 
 
 class Strike(NamedTuple):
-    """Describe one strike against a run."""
+    """Describe one strike of the drill against a run: which rank was killed or stopped, when, and what was lost."""
 
     kind: str
     rank: int
@@ -130,7 +130,9 @@ def _report(
 
 
 class _Run:
-    """Run a recipe under torch's elastic agent; ``finish`` returns the seconds it took, ``end`` its results."""
+    """Run a recipe under torch's elastic agent, which restarts killed ranks; ``finish`` returns the seconds it took,
+    ``end`` its results.
+    """
 
     def __init__(self, source: str, overrides: list[str], kills: int) -> None:
         recipe = read_recipe(source, overrides)

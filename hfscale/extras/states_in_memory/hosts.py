@@ -43,7 +43,9 @@ class Hosts:
         return self.ranks(order[order.index(first) - 1]) if len(order) > 1 else []
 
     def copy_to_next(self, mesh: Mesh, every: list[Files], directory: Path) -> Files:
-        """Send the files that each rank has written (``every``) to the next host; return all files of this host."""
+        """Send the files that each rank has written (``every``) to the next host, which keeps a copy in case this host
+        is lost; return all files of this host, copies included.
+        """
         own = [
             {name: file for name, file in files.items() if name.startswith("rank-")}
             for files in every
@@ -65,8 +67,8 @@ class Hosts:
         files: Files,
         directory: Path,
     ) -> None:
-        """Send to each host the ``files`` that it lacks, from the ranks in ``lacks``. All ranks get the
-        same arguments.
+        """Send to each host the ``files`` that it lacks. ``lacks`` maps a host, and the name of a file, to the rank
+        that has the file. All ranks get the same arguments.
         """
         transfers: list[tuple[Any, int, int]] = []  # contents, from, to
         for host, sources in sorted(lacks.items()):

@@ -65,8 +65,9 @@ class StatesInMemory:
     Args:
         directory: directory of the run's states on disk; it need not exist. Removing it also discards the memory.
         every: steps between states, and so the maximum number of lost steps.
-        optimizer: as for :func:`hfscale.save_state`; ``others`` too.
+        optimizer: the optimizer to save with the model.
         memory: a directory on a file system in memory.
+        others: further objects with a state, such as ``scheduler=``, as for :func:`hfscale.save_state`.
 
     Raises:
         CheckpointError: the memory cannot be used, or (from the first :meth:`save`) has no room for two states.
@@ -116,8 +117,8 @@ class StatesInMemory:
                 )
 
     def save(self, step: int, beside: dict[str, bytes] | None = None) -> bool:
-        """Save in the background if ``every`` divides ``step``, the number of steps done; return whether it does. Call
-        it on every rank. ``beside``: further files to save, given on the first rank.
+        """Save the state in the background if ``every`` divides ``step``, the number of steps done; return whether a
+        save has begun. Call it on every rank. ``beside``: further files to save, by name, given on the first rank.
         """
         if step % self.every:
             if not save_runs():
@@ -196,14 +197,16 @@ class StatesInMemory:
         return self.directory / name
 
     def remove(self) -> None:
-        """Free the memory at the end of a run. Call it on every rank."""
+        """Remove the run's states from memory at the end of the run. Call it on every rank."""
         with all_or_none(self._mesh, f"{self.directory} could not be removed"):
             wait_for_saves()
             self._mesh.all_gather_object(None)
             shutil.rmtree(self.directory.parent, ignore_errors=True)
 
     def _name_of_run(self) -> str:
-        """Return the name of the run on disk; draw a new name if there is none. Call it on every rank."""
+        """Return the run's name, a random one that is stored in its directory on disk; draw a new name if none is
+        stored. Call it on every rank.
+        """
         self._mesh.all_gather_object(None)  # the first rank may have removed an earlier run
         path = self._disk / RUN
         own = path.read_text() if path.exists() else ""
@@ -226,7 +229,9 @@ class StatesInMemory:
             _remove_others(self.directory, target, "belongs to another run", taken.runtime.run)
 
     def _fetch(self, name: str, every: list[dict[str, Mark]]) -> None:
-        """Fetch the files of a state that this host lacks, and mark the state as complete."""
+        """Fetch the files of the state ``name`` that this host lacks, and mark the state as complete. ``every`` has,
+        for each rank, the states that the rank sees, by name.
+        """
         mesh = self._mesh
         hosts = self._hosts
         directory = self.directory / name
@@ -245,8 +250,8 @@ class StatesInMemory:
             mark_complete(directory, files, mark.step, mark.run)
 
     def _outdated(self, mark: Mark, disk: Path) -> bool:
-        """Return whether the disk has a complete state that is newer (or, of another run, written later).
-        Collective.
+        """Return whether the disk has a complete state that is newer than the one with ``mark`` in memory (or, of
+        another run, written later). Collective.
         """
         mesh = self._mesh
 
@@ -272,7 +277,10 @@ class StatesInMemory:
         return bool(mesh.all_gather_object(newer(on_disk))[0])
 
     def _check_room(self, here: int, before: int) -> None:
-        """Raise if there is no room for two states (one may exist already) and for a copy that is being written."""
+        """Raise if this host's memory has no room for two states (one may exist already) and for a copy that is being
+        written. ``here`` and ``before`` are the bytes of the state on this host's ranks and on the previous host's
+        ranks.
+        """
         there = sum(path.stat().st_size for path in self.directory.rglob("*"))
         needed = max(there, here + before) + 2 * here + before
         match = re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())
@@ -296,7 +304,9 @@ def _remove_others(
     why: str,
     run: str | None = None,
 ) -> None:
-    """Remove everything in a directory except ``kept``; log the reason ``why``, except for states of ``run``."""
+    """Remove everything in a directory except ``kept``. Log the reason ``why`` for each removed entry; if ``run`` is
+    given, only for complete states of other runs.
+    """
     for path in directory.iterdir():
         if path != kept:
             if run is None or (not problems_of(path) and mark_of(path).run != run):

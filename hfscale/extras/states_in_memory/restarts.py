@@ -41,7 +41,8 @@ def restart_in_place(restarts: int = 100) -> None:
         restarts: number of restarts before the launcher takes over (``--max-restarts``).
 
     Raises:
-        ConfigError: CUDA, threads or process groups are already started here, or ranks without a launcher of torch.
+        ConfigError: this process has already started CUDA, threads or process groups, or the ranks were not started by
+            torchrun or accelerate launch.
     """
     check_count("restarts", restarts, 0)
     if accelerators().is_initialized() or dist.is_initialized() or threading.active_count() > 1:
@@ -72,8 +73,8 @@ def restart_in_place(restarts: int = 100) -> None:
 
 
 def _wait(child: int, store: Any, world: int) -> tuple[int, bool]:
-    """Return the exit code of this rank's child after the children of all ranks have ended, and whether to
-    fork again.
+    """Wait until the children of all ranks have ended; return the exit code of this rank's child, and whether to fork
+    again.
     """
 
     def count(what: str, more: bool = False) -> int:
@@ -110,15 +111,18 @@ def _wait(child: int, store: Any, world: int) -> tuple[int, bool]:
 
 
 def _too_long(child: int, code: int | None, graces: float) -> bool:
-    """Kill a child that outlives another rank's child; return whether this parent waits for a machine that is gone."""
+    """Kill a child that outlives another rank's failed child by a grace period (``graces`` is how many periods have
+    passed); return whether this parent has waited so long that a machine must be gone.
+    """
     if code is None and graces:
         os.kill(child, signal.SIGKILL)
     return code is not None and graces > 3
 
 
 def _kinds_of_end(code: int, told: bool, late: bool) -> list[str]:
-    """Return the counters for a child's end. ``told``: its parent got a signal; ``late``: it outlived other
-    children.
+    """Return the names of the counters, shared by all ranks, that a child's end with exit ``code`` increases.
+
+    ``told``: its parent got a signal; ``late``: it outlived other ranks' children.
     """
     broken = not late and code not in (0, _REFUSED, CODE)
     kinds = {

@@ -160,7 +160,9 @@ class Variation:
         return torch.randperm(width, generator=self.generator(f"{layer}/{expert}/channels"))[:count]
 
     def apply(self, weight: Tensor, projection: str, layer: int, expert: int) -> Tensor:
-        """Return an expert's weight made from the dense ``weight``; the dense weight itself if nothing varies."""
+        """Return an expert's weight, made from the dense ``weight`` by noise and by redrawing channels; the dense
+        weight itself if neither is asked for.
+        """
         if not self.noise and not self.reinitialize:
             return weight
         generator = self.generator(f"{layer}/{expert}/{projection}")
@@ -184,8 +186,8 @@ class Variation:
 
 
 class Upcycling:
-    """Convert a dense model to the mixture ``model``, which is on the meta device. Raise :class:`CheckpointError` if
-    the dense model's tensors do not fit the mixture.
+    """Convert a dense model to a mixture-of-experts model, tensor by tensor; ``model`` is the target on the meta
+    device. Raise :class:`CheckpointError` if the dense model's tensors do not fit the target.
     """
 
     def __init__(
@@ -230,7 +232,7 @@ class Upcycling:
         }
 
     def with_progress(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of :meth:`tensors`, with a progress bar if this takes long."""
+        """Yield the tensors of :meth:`tensors`, with a progress bar of the bytes if this takes long."""
         hidden = not logging.is_progress_bar_enabled()
         with tqdm(
             desc="upcycle", unit="B", unit_scale=True, delay=_BAR_AFTER_SECONDS, disable=hidden
@@ -240,7 +242,9 @@ class Upcycling:
                 bar.update(tensor.nbytes)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of the mixture under its stored name; each dense tensor is read once."""
+        """Yield every tensor of the mixture-of-experts model under its name in the checkpoint; each dense tensor is
+        read once.
+        """
         projections = self._projections()
         for name in self.stored:
             if name not in projections:
@@ -255,8 +259,8 @@ class Upcycling:
                 )
 
     def _gates(self, layer: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield a random router, because equal scores would send all tokens to the first experts, which would stay
-        equal.
+        """Yield a randomly initialized router, with the gate of a shared expert if there is one: equal scores would
+        send all tokens to the first experts, which would stay equal.
         """
         router = torch.empty(self.num_experts, self.config.hidden_size, dtype=self.dtype)
         generator = self.variation.generator(f"{layer}/router")
@@ -315,8 +319,8 @@ def _prefix(layer: int) -> str:
 
 
 def _names_as_found(model: PreTrainedModel, dense: WholeModel) -> dict[str, str]:
-    """Map the name of each tensor that the dense ``model`` needs to the stored name. The names differ if tensors are
-    tied.
+    """Map the name of each parameter that the dense ``model`` has to its name in the checkpoint, which may be the name
+    of a tied parameter.
     """
     others: dict[str, list[str]] = {}
     for tied, owner in model.all_tied_weights_keys.items():

@@ -32,7 +32,9 @@ INTERMEDIATE_DIM = {
 
 @dataclass(frozen=True)
 class ExpertWeight:
-    """Describe a tensor of a layer's routed experts (one for all, or one per expert) in the target's checkpoint."""
+    """Describe a tensor of a layer's routed experts in the target's checkpoint: of one expert, or of all experts
+    stacked.
+    """
 
     # stored name inside the layer. With ``{expert}``, each expert has its own tensor; otherwise one tensor stacks all
     # experts along a new first dim
@@ -55,7 +57,7 @@ class SharedExpert:
 
 @dataclass(frozen=True)
 class Family:
-    """Describe how a dense family becomes a mixture of experts."""
+    """Describe the mixture-of-experts target of a dense family: its tensors, and the translation of config fields."""
 
     target: str  # the target's ``model_type``
     weights: tuple[ExpertWeight, ...]  # the routed experts' tensors
@@ -136,7 +138,7 @@ FAMILIES: dict[str, Family] = {
     "olmo2": _FLEX_OLMO,
     "granite": _GRANITEMOE,
 }
-"""Dense ``model_type`` -> its target and the translation."""
+"""``model_type`` of a dense family -> its mixture-of-experts target, and the translation of its config."""
 
 REFUSED = {
     "olmo": "its layer norms have no weights and its queries and keys no norms, while olmoe's have both",
@@ -244,7 +246,9 @@ def _one_window(
     family: Family,
     problems: list[str],
 ) -> dict[str, Any]:
-    """Return the sliding window that all layers share; raise if the model mixes layers with and without a window."""
+    """Return the config fields of the sliding window that all layers share; add to ``problems`` if some layers have a
+    window and others have none.
+    """
     kinds = set(config.layer_types)
     if len(kinds) > 1:
         problems.append(

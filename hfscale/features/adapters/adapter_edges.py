@@ -81,8 +81,8 @@ def install_adapter_edges(runtime: Runtime) -> set[nn.Module]:
 
 
 def _reader_of(model: nn.Module, adapter: AdapterParameter, holder: nn.Module) -> nn.Module:
-    """Return the module whose forward pass reads the adapter's parameter in ``holder``. For a vector that all wrappers
-    share, this is the adapter's own module.
+    """Return the module whose forward pass reads an adapter's parameter, which is an attribute of ``holder``. For the
+    one vector that all wrappers of UniLoRA share, this is the module with this adapter.
     """
     if adapter.kept_in == UNILORA_VECTOR:
         return module_at(model, adapter.base.rpartition(".")[0])
@@ -90,8 +90,8 @@ def _reader_of(model: nn.Module, adapter: AdapterParameter, holder: nn.Module) -
 
 
 def _is_computed_by_all(plan: Plan, adapter: AdapterParameter) -> bool:
-    """Return whether, for an adapter with one vector that all modules share, every tensor rank computes the full
-    gradient that comes from this module.
+    """Return whether the parameter is UniLoRA's vector, which all wrappers share, in a module where every tensor rank
+    computes the full gradient of the vector, so that it must count only once.
     """
     base = plan.by_name[adapter.base]
     whole = base.cut_over("tp") is None and "tp" not in base.partial
@@ -99,8 +99,8 @@ def _is_computed_by_all(plan: Plan, adapter: AdapterParameter) -> bool:
 
 
 def _read_by_first(sums: PartialSums, first: bool, leaf: Tensor) -> Tensor:
-    """Return a parameter whose gradient is summed over ranks, for a module where every rank computes the full gradient:
-    only the first rank's gradient counts in the sum.
+    """Return the parameter ``leaf``, whose gradient is summed over tensor ranks, for a module in which every rank
+    computes the full gradient: only the gradient of the first rank counts in the sum.
     """
     read = sums.read(leaf)
     # Other ranks need a gradient of zeros, because the sum may be a collective of the backward pass.
@@ -108,8 +108,8 @@ def _read_by_first(sums: PartialSums, first: bool, leaf: Tensor) -> Tensor:
 
 
 def _is_summed_bias(plan: Plan, adapter: AdapterParameter) -> bool:
-    """Return whether an adapter's parameter is a bias after a row projection, which only one rank adds before the
-    all-reduce.
+    """Return whether an adapter's parameter is a bias after a row-parallel projection, whose output is summed over
+    ranks, so that only one rank may add the bias.
     """
     of_factor = adapter.kept_in == LORA_B and len(adapter.shape) == 1
     is_bias = of_factor or adapter.kept_in == BEFT_BIAS
@@ -158,7 +158,9 @@ def _install_in_block(
 
 
 def _keep_shares(wrapper: nn.Module, overlap: Overlap, sums: PartialSums) -> None:
-    """Let adapters save only a shard of a block's input if this input is gathered again for weight gradients anyway."""
+    """Let adapters save only a shard of a block's input for the backward pass, where the full input is gathered again
+    for weight gradients anyway.
+    """
 
     def note(x: Tensor, found: Tensor) -> None:
         if overlap.gathered is not None:
@@ -207,7 +209,7 @@ def _sampled(
     draw: Callable[[Tensor], Tensor],
     mean: Tensor,
 ) -> Tensor:
-    """Sample a value that every tensor rank computes in full, equal on all tensor ranks."""
+    """Sample a random value around ``mean``, which every tensor rank computes in full, equal on all tensor ranks."""
     if row or not in_cut_stream():
         return draw(mean)
     return drop_again(draw, mean, key)(mean)
@@ -223,8 +225,8 @@ def _dropped(
     overlap: Overlap | None,
     x: Tensor,
 ) -> Tensor:
-    """Apply dropout to a row projection's sharded input with this rank's RNG, and to all other inputs with equal masks
-    on all ranks.
+    """Apply dropout before an adapter: to a row projection's sharded input with this rank's RNG, and to all other
+    inputs with equal masks on all ranks.
     """
     if not module.training:
         return drop(x)

@@ -37,7 +37,9 @@ def wrap(model: Any, config: Any, name: str, autocast: bool = True, beside: bool
 def narrowed(
     config: Any, targets: Sequence[str], parameters: Sequence[str], copies: Sequence[str]
 ) -> Any:
-    """Return a copy of the config that targets only the given modules, by their full names."""
+    """Return a copy of the config that targets only these modules and parameters of experts, and copies only the
+    modules ``copies``, all by their full names.
+    """
     from peft.utils.constants import DUMMY_TARGET_MODULES
 
     result = copy.deepcopy(config)
@@ -62,8 +64,8 @@ def narrowed(
 
 
 def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
-    """Return the parameters of ``whole`` that adapters add (those that are not in the plan), in order. Raise
-    :class:`ConfigError` for unknown kinds.
+    """Return the parameters that adapters add to PEFT's full model ``whole`` (those that are not in the plan), in
+    order. Raise :class:`ConfigError` for kinds of adapters that hfscale cannot shard.
     """
     stock = whole.get_base_model()
     modules = dict(stock.named_modules())
@@ -110,8 +112,8 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
 
 
 def _split_name(modules: dict[str, nn.Module], name: str) -> tuple[str, str | None, list[str]]:
-    """Split the name of an adapter's parameter into its wrapper, the wrapper's attribute, and the path in the
-    attribute.
+    """Split the name of an adapter's parameter into the wrapper's name, the wrapper's attribute, and the rest of the
+    path. The attribute is ``None`` for a parameter that no adapter has added.
     """
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
@@ -150,7 +152,9 @@ def inject_alone(
 
 
 def targets_of(adapters: Collection[AdapterParameter]) -> tuple[list[str], list[str], list[str]]:
-    """Return the targets that create these adapters: modules, parameters of experts, and copied modules."""
+    """Return what a PEFT config must target to create these adapters: modules, parameters of experts, and modules of
+    which PEFT trains a copy.
+    """
     made = [adapter for adapter in adapters if adapter.kept_in not in (peft.COPY, peft.TOKEN_ROWS)]
     modules = dict.fromkeys(
         adapter.base.rpartition(".")[0] for adapter in made if not adapter.experts
@@ -240,8 +244,8 @@ _CONVERT = "save the adapter by hfscale.save_pretrained, and convert it in one p
 
 
 def guard_methods(peft_model: Any, whole: Any) -> None:
-    """Make methods of ``peft_model`` raise if they would bypass the plan, and let PEFT count the parameters of the full
-    model ``whole``. Switching adapters on this rank's model also switches them on ``whole``.
+    """Make PEFT's methods raise that do not work on a sharded model (merging, adding adapters, ...), and let PEFT count
+    the parameters of the full model ``whole``. Switching adapters on this rank's model also switches them on ``whole``.
     """
     stock = peft_model.get_base_model()
     for name, instead in _REFUSED.items():
@@ -278,7 +282,7 @@ def _refuse_parts(model: Any) -> None:
 
 
 def give_back_methods(stock: nn.Module) -> None:
-    """Restore the stock model's own methods, and remove its PEFT config."""
+    """Give a stock model its own methods back, which adding adapters had replaced, and remove its PEFT config."""
     for name in (*_OF_STOCK, "peft_config"):
         stock.__dict__.pop(name, None)
 

@@ -100,7 +100,7 @@ class Adapters(Part):
 
     def read_saved(self, directory: str, runtime: Runtime) -> dict[str, Tensor]:
         """Return this rank's shards of the saved adapter in ``directory``, or of all adapters if a model with several
-        adapters was saved. Raise :class:`CheckpointError` if names or shapes differ.
+        adapters was saved. Raise :class:`CheckpointError` if names or shapes in the file differ from the model's.
         """
         shares: dict[str, Tensor] = {}
         found = saved_directories(self.names, self.name, Path(directory))
@@ -164,11 +164,13 @@ def attach_adapters(
     beside: Adapters | None = None,
 ) -> tuple[Adapters, Plan]:
     """Wrap the modules that ``config`` targets, and add the adapters' values to ``shares``, this rank's final shards by
-    name. Return the adapters, and the plan with their parameters. ``model`` has local sizes, and is on the meta device
-    if ``shares`` hold its values; ``template``, the full stock model on the meta device, is wrapped, too. Values of a
-    new adapter are drawn with ``seed`` (``None``: torch's current RNG state); values of a saved adapter are loaded from
-    ``source``. With ``autocast``, factors of 16-bit weights are in 32 bits. With ``beside``, the model and the ``plan``
-    already have other adapters, and the new adapter is inactive and frozen.
+    name. Return the adapters, and the plan with their parameters.
+
+    ``model`` has local sizes, and is on the meta device if ``shares`` holds its values; ``template``, the full stock
+    model on the meta device, is wrapped, too. Values of a new adapter are drawn with ``seed`` (``None``: torch's
+    current RNG state); values of a saved adapter are loaded from ``source``. With ``autocast``, factors of 16-bit
+    weights are in 32 bits. With ``beside``, the model and the ``plan`` already have other adapters, and the new adapter
+    is inactive and frozen.
     """
     new = source is None
     stock_plan = plan if beside is None else beside.stock_plan
@@ -239,7 +241,9 @@ def _keep(
     model: nn.Module,
     names: Mapping[str, str],
 ) -> None:
-    """Write values into ``shares``, in the dtypes of the values that they replace, or of the ``model``'s parameters."""
+    """Write the shards ``made`` (adapters' values, and weights that their initialization has changed) into ``shares``,
+    in the dtypes of the shards that they replace, or else of the ``model``'s parameters.
+    """
     for parameter, share in made.items():
         kept: Any = shares.get(
             parameter
@@ -257,7 +261,7 @@ def _around_local(
     held: Sequence[AdapterParameter],
     beside: Adapters | None,
 ) -> Any:
-    """Return PEFT's model around this rank's ``model``, with the adapters ``held``: those of modules on this rank."""
+    """Return PEFT's model around this rank's ``model``, with the adapters of the modules on this rank, ``held``."""
     if config.is_prompt_learning:
         return around_local(model, whole, name, held)
     here = narrowed(config, *targets_of(held))
@@ -344,8 +348,8 @@ def _place_buffers(model: nn.Module, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class _NewAdapters:
-    """Compute initial values of adapters by PEFT, on one full module at a time. ``shares`` are this rank's final
-    shards; ``dequantized`` returns the shards of quantized weights.
+    """Let PEFT compute the initial values of adapters, on one full module at a time. ``shares`` are this rank's shards
+    of the model's weights, by name; ``dequantized`` returns the shard of a quantized weight.
     """
 
     config: Any
@@ -424,7 +428,9 @@ class _NewAdapters:
     def _advance_random(
         self, module: nn.Module, path: str, adapters: list[AdapterParameter]
     ) -> None:
-        """Advance the RNG by the random numbers of a module's adapters that are on another stage."""
+        """Draw the random numbers for a module's adapters that are on another stage, without keeping them, so that the
+        RNG advances as on that stage.
+        """
         config = copy.deepcopy(self.config)
         config.use_dora = False  # magnitudes are computed from weights, without random numbers
         if getattr(config, "init_lora_weights", True) in DECOMPOSING:
@@ -435,7 +441,9 @@ class _NewAdapters:
         inject_alone(config, self.name, module, path, adapters)
 
     def _fill(self, module: nn.Module, path: str) -> dict[str, Tensor]:
-        """Gather the real weights into ``module``; return the module's own parameters, in their own dtype."""
+        """Fill the stock ``module`` at ``path`` with the model's full weights, gathered over ranks; return these
+        weights in their own dtype, by name within the module.
+        """
         weights = {}
         quantized = self.plan.quantized.weights if self.plan.quantized is not None else ()
         for key, parameter in module.named_parameters(recurse=False):

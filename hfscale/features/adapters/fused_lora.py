@@ -38,13 +38,15 @@ _MAKERS = ("bitsandbytes", "hfscale")
 """Packages whose projections return outputs and input gradients to which no other code holds a reference."""
 
 _FRESH = frozenset({"MmBackward0", "AddmmBackward0", "AddBackward0", "UnsafeViewBackward0"})
-"""Autograd nodes that do not save their result."""
+"""Autograd nodes that do not save their result, so that the result may be overwritten."""
 
 _last_cast = LastCast()
 
 
 class FusedAdapters(Part):
-    """Let LoRA wrappers compute by one operator, inside everything that is installed around the wrappers."""
+    """Make LoRA wrappers compute by one operator; hooks and functions that other features have installed on wrappers
+    and projections still run.
+    """
 
     def is_needed(self, runtime: Runtime) -> bool:
         """Return whether fusing is on and there are adapters, from the plan or added by PEFT in one process."""
@@ -79,7 +81,9 @@ def why_unfused(wrapper: Any) -> str | None:
 
 
 def _note_forwards(wrapper: Any) -> None:
-    """Record the forward functions that hfscale has set on the modules in a wrapper."""
+    """Record which forward functions hfscale has set on the modules in a wrapper, so that later replacements are
+    noticed.
+    """
     factors = (*modules_in(wrapper, LORA_A), *modules_in(wrapper, LORA_B))
     for module in (wrapper.base_layer, *factors):
         setattr(module, _NOTED, _own_forward(module))
@@ -114,7 +118,7 @@ def _forward(wrapper: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _added_to(base: Any, x: Tensor, factors: Factors) -> Tensor:
-    """Return the output of the projection ``base`` with the adapter's product."""
+    """Return the output of the projection ``base`` for ``x``, plus the product of ``x`` and the adapter's factors."""
     trains = torch.is_grad_enabled() and x.requires_grad
     if not _is_plain(base):
         term = Term(in_place=False) if trains else None
@@ -153,7 +157,7 @@ def _copied(y: Tensor) -> Tensor:
 
 
 def _factors(wrapper: Any) -> Factors | None:
-    """Return the factors that a wrapper computes with; ``None`` if its own code must run."""
+    """Return the LoRA factors with which a wrapper computes; ``None`` if the wrapper must run its own code."""
     lora = active_lora(wrapper)
     if isinstance(lora, str):
         return None

@@ -95,10 +95,11 @@ def merge_local_weights(
     adapters: Any, runtime: Runtime, shares: dict[str, Tensor], names: Sequence[str] | None = None
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """Merge the adapters ``names`` (``None``: the active ones) into the weights of a model whose sharding is undone
-    (its parameters are local shards). ``shares`` are
-    this rank's final shards of weights and adapters, and are changed in place. Restore the stock modules, and return
-    the stock model, on the meta device, and its shards. If merging fails on one rank, raise :class:`CheckpointError` on
-    every rank, and keep the wrappers.
+    (its parameters are local shards).
+
+    ``shares`` are this rank's final shards of weights and adapters, and are changed in place. Restore the stock
+    modules, and return the stock model, on the meta device, and its shards. If merging fails on one rank, raise
+    :class:`CheckpointError` on every rank, and keep the wrappers.
     """
     plan = runtime.plan
     mesh = runtime.mesh
@@ -180,7 +181,9 @@ def dequantized_weights(runtime: Runtime, dtype: torch.dtype) -> dict[str, Tenso
 
 
 def put_plain_modules(adapters: Any, runtime: Runtime, shares: dict[str, Tensor]) -> Plan:
-    """Replace quantized modules and their wrappers by plain modules with ``shares``; return the stock plan."""
+    """Replace quantized modules and their wrappers by unquantized modules with the weights in ``shares``; return the
+    plan without adapters and quantization.
+    """
     model = runtime.model
     mesh = runtime.mesh
     stock = adapters.whole.get_base_model()
@@ -224,7 +227,7 @@ def merge_wrapper(wrapper: Any, names: Sequence[str]) -> None:
 
 
 def put_back(model: nn.Module) -> None:
-    """Replace PEFT's wrappers by the stock modules."""
+    """Remove PEFT's wrappers, prompt encoder and config from a model; the wrapped modules get their places back."""
     give_back_methods(model)
     own_modules(model).pop(PROMPT_ENCODER, None)
     for module in list(model.modules()):
@@ -288,8 +291,9 @@ class WholeMerge:
         return name in self._copies or name in self._rows or name in self._path_of
 
     def parts(self, name: str) -> list[str]:
-        """Return the names of the tensors that are needed to merge the weight ``name`` (for tied tensors, their first
-        name). Weights of one module are merged together.
+        """Return the names of the tensors that are needed to merge the weight ``name``: its trained copy, or the
+        weights of its module, which are merged together, and their adapters' parameters. A tied tensor has its first
+        name.
         """
         if name in self._copies:
             return [self._copies[name]]
@@ -315,8 +319,9 @@ class WholeMerge:
     def without_start(
         self, config: Any, name: str, parts: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return the weights among ``parts`` after PEFT has initialized adapters that decompose weights (PiSSA, for
-        example), and has subtracted their product from the weights.
+        """Return the weights among ``parts`` of the module with the weight ``name``, as they are after PEFT has
+        initialized adapters that decompose weights (PiSSA, for example), which subtract the product of their factors
+        from the weight.
         """
         path = self._path_of[name]
         module = copy.deepcopy(unwrapped(self._adapters.whole.get_base_model().get_submodule(path)))
@@ -344,7 +349,9 @@ class WholeMerge:
         name: str,
         parts: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
-        """Return merged weights, by owned name, from the tensors that :meth:`parts` named."""
+        """Return the merged weight ``name``, with the other merged weights of its module, from the tensors that
+        :meth:`parts` named. A tied weight is returned under its first name.
+        """
         if name in self._copies:
             return {name: parts[self._copies[name]]}
         if name in self._rows:
@@ -372,13 +379,15 @@ class WholeMerge:
         return {base: self._own(base, path, value) for base, value in weights.items()}
 
     def _read(self, base: str, path: str, value: Tensor) -> Tensor:
-        """Return a copy of a weight for its wrapper to merge into: the full weight if adapters need it."""
+        """Return a copy of a weight for its wrapper to merge into: the shard, or the full weight if its adapter needs
+        it.
+        """
         if self._mesh is None or path not in self._whole:
             return value.clone()
         return gathered(self._plan.by_name[base], value, self._mesh).clone()
 
     def _own(self, base: str, path: str, value: Tensor) -> Tensor:
-        """Return this rank's shard of a merged weight, without sharding over data axes."""
+        """Return this rank's shard of a merged weight over the model-parallel axes, not over the data axes."""
         if path not in self._whole:
             return value
         planned = self._plan.by_name[base]

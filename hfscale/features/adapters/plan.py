@@ -2,8 +2,8 @@
 
 Low-rank adapters (LoRA, Hu et al. 2021) of a projection ``y = W x``, ``W [out, in]``, over ``t`` tensor ranks::
 
-    column, W cut along out    A [r, in]    whole, each rank has a partial gradient         B [out/t, r]  cut like W
-    row,    W cut along in     A [r, in/t]  cut like W                                      B [out, r]    whole, partial
+    column, W sharded on out   A [r, in]    full on every rank, partial gradient    B [out/t, r]  sharded like W
+    row,    W sharded on in    A [r, in/t]  sharded like W                          B [out, r]    full, partial gradient
 
 In words: an adapter's dim that runs along a sharded dim of the module is sharded in the same way. All other parameters
 are full on every rank, and their gradients are summed over the ranks. One table lists the dims of an adapter's
@@ -33,7 +33,9 @@ from ...plan.stages import StagePlan, Tie
 
 
 def plan_adapters(plan: Plan, adapters: Sequence[AdapterParameter]) -> Plan:
-    """Return the plan with ``adapters``, of known kinds, whose parameters come last."""
+    """Return ``plan`` with the parameters of ``adapters`` after its own; these must be kinds of adapters that hfscale
+    can shard.
+    """
     stages = plan.stages
     if stages is not None:
         stages = _with_ties(with_encoder(stages, adapters), adapters)
@@ -64,7 +66,9 @@ def with_encoder(stages: StagePlan, adapters: Sequence[AdapterParameter]) -> Sta
 
 
 def prompt_of(plan: Plan) -> str | None:
-    """Return :data:`PROMPT` or :data:`PREFIX`, or ``None`` if a plan has neither."""
+    """Return the kind of the plan's prompt: :data:`PROMPT` (virtual tokens), :data:`PREFIX` (virtual keys and values),
+    or ``None`` if the plan has no prompt.
+    """
     kinds = {adapter.kept_in for adapter in plan.adapters}
     return next((kind for kind in IN_FRONT if kind in kinds), None)
 
@@ -153,8 +157,8 @@ _KINDS = (
 
 
 def describe_coverage(plan: Plan) -> str:
-    """Return one line per kind of parameter: how many of the model's matrices have adapters. Trained copies count as
-    adapted.
+    """Return lines for the log: the size of the adapters, and for each kind of matrix (of layers, experts, embeddings,
+    head) the percentage that adapters cover. Trained copies count as covered.
     """
     coverage = _coverage(plan)
     trained = sum(prod(plan.by_name[a.name].shape) for a in plan.adapters if a.tied_to is None)
@@ -174,7 +178,9 @@ def describe_coverage(plan: Plan) -> str:
 
 
 def _coverage(plan: Plan) -> dict[str, tuple[int, int]]:
-    """Count, by kind, the model's matrix parameters that have adapters, and all of its matrix parameters."""
+    """Count, for each kind of matrix (of layers, experts, embeddings, head), the entries that adapters cover and all
+    entries.
+    """
     front = plan.adapters if prompt_of(plan) is None else ()
     adapted = {adapter.base for adapter in front if not adapter.tokens}
     by_rows = {a.base: prod(a.shape) for a in plan.adapters if a.tokens and a.tied_to is None}

@@ -42,8 +42,8 @@ def plan_with_adapters(
     new: bool = True,
     fused: bool = True,
 ) -> Plan:
-    """Return the plan with adapters, ``new`` or saved, in their final dtypes; ``template``, the full model on the meta
-    device, is wrapped.
+    """Return the plan with the adapters of ``config``, ``new`` or saved, in their final dtypes. PEFT wraps
+    ``template``, the full model on the meta device, to find them.
     """
     _, planned = wrap_and_plan(template, config, plan, new, fused)
     kinds = {
@@ -85,8 +85,10 @@ def wrap_and_plan(
     autocast: bool = True,
     beside: bool = False,
 ) -> tuple[Any, Plan]:
-    """Return PEFT's model around ``template``, and the stock ``plan`` with its parameters; PEFT completes ``config``.
-    With ``beside``, ``template`` is PEFT's model with other adapters, and the plan includes them, too.
+    """Let PEFT wrap ``template``, the full model; return PEFT's model, and the stock ``plan`` with the adapters'
+    parameters. PEFT fills in missing fields of ``config``.
+
+    With ``beside``, ``template`` is PEFT's model with other adapters, and the returned plan includes these, too.
     """
     _check(config, plan)
     asked = copy.deepcopy(config)
@@ -119,7 +121,7 @@ def wrap_and_plan(
 def plan_with(
     whole: Any, adapters: Sequence[AdapterParameter], plan: Plan, fused: bool = True
 ) -> Plan:
-    """Return the stock ``plan`` with the ``adapters`` of PEFT's model ``whole``."""
+    """Return ``plan``, the plan of a model without adapters, plus the ``adapters`` of PEFT's model ``whole``."""
     planned = plan_adapters(plan, adapters)
     if fused and any(adapter.kept_in == LORA_A for adapter in adapters):
         own = _plan_fused(whole, planned)
@@ -152,7 +154,7 @@ def _plan_fused(whole: Any, plan: Plan) -> FusedAdaptersPlan:
 
 
 def _check(config: Any, plan: Plan) -> None:
-    """Raise :class:`ConfigError` for unsupported configs before anything is wrapped."""
+    """Raise :class:`ConfigError`, before PEFT wraps a model, for adapter configs that hfscale cannot shard."""
     refuse_wrong(config, plan)
     check_config(config)
     tied = next((planned for planned in plan.parameters if planned.tied_to is not None), None)
@@ -303,8 +305,9 @@ def refuse_cut_groups(config: Any, plan: Plan) -> None:
 
 
 def type_beside(base: torch.dtype, kept_in: str, autocast: bool = True) -> torch.dtype:
-    """Return an adapter's dtype, by PEFT's rules: factors of quantized weights, and with ``autocast`` of 16-bit
-    weights, are in 32 bits; all other factors, and trained copies, have the weight's dtype.
+    """Return the dtype of an adapter's parameter on a weight of dtype ``base``, by PEFT's rules. Factors of quantized
+    weights, and with ``autocast`` of 16-bit weights, are in 32 bits; all other factors, and trained copies, have the
+    weight's dtype.
     """
     wide = base.is_floating_point and (base.itemsize > 2 or not autocast)
     return base if wide or kept_in in COPIES else torch.float32

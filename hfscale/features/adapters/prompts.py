@@ -170,7 +170,7 @@ def written_by_peft(config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def _to_train(config: Any) -> Any:
-    """Return the config in training mode, in which PEFT builds the full encoder; saved configs are not."""
+    """Return the config in training mode, in which PEFT builds the full encoder; a saved one is in inference mode."""
     made = copy.copy(config)
     made.inference_mode = False
     return made

@@ -23,7 +23,9 @@ from .storage import DECOMPOSING
 
 
 def refuse_beside(whole: Any, plan: Plan) -> None:
-    """Raise :class:`ConfigError` for adapters that are supported over ranks only if the model has no other adapter."""
+    """Raise :class:`ConfigError` if one of several adapters is of a kind that, on a sharded model, must be the only
+    adapter.
+    """
     layout = plan.layout.describe()
     remedy = "use a separate model for such an adapter, or use one process"
     if prompt_of(plan) is not None:
@@ -97,8 +99,8 @@ def config_in_state(place: str) -> str:
 
 
 def saved_directories(names: Sequence[str], active: str, source: Path) -> dict[str, Path]:
-    """Return the directory from which each adapter is loaded: all adapters, if ``source`` contains all of them in
-    PEFT's directories; otherwise only the active adapter, from ``source`` itself.
+    """Return the directory from which each adapter is loaded: for all ``names``, if ``source`` has every adapter in the
+    directory that PEFT gives it; otherwise only for the ``active`` adapter, ``source`` itself.
     """
     written = directories_of(names, source)
     if len(names) > 1 and all((path / ADAPTER_CONFIG).is_file() for path in written.values()):

@@ -105,7 +105,7 @@ _CARD = "README.md"
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """Hold the arguments of PEFT's ``save_pretrained`` that select the files to write."""
+    """Hold those arguments of PEFT's ``save_pretrained`` that select which files are written."""
 
     embeddings: bool | str = "auto"  # PEFT's argument save_embedding_layers
     safetensors: bool = True
@@ -194,7 +194,9 @@ def refuse_wrong(config: Any, plan: Plan) -> None:
 
 
 def refuse_unfit_files(config: Any, directory: Path) -> None:
-    """Raise :class:`ConfigError` for a saved adapter whose file does not contain its whole change of the weights."""
+    """Raise :class:`ConfigError` for a saved adapter if the file does not contain everything that the adapter has
+    changed in the weights.
+    """
     if config.is_prompt_learning:
         raise ConfigError(
             f"{directory} must be an adapter of weights, got {type(config).__name__}, which adds virtual "

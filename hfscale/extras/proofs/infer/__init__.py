@@ -1,5 +1,5 @@
-"""Derive the blueprint (the roles of modules under tensor parallelism) of a family from a tiny clone, and prove it
-there.
+"""Derive the blueprint (the roles of modules under tensor parallelism) of a family from a tiny clone, and prove it on
+this clone.
 
 The steps (:mod:`.search_blueprint`): make a clone of a few layers (:mod:`.subject`), trace one forward pass
 (:mod:`.forward_trace`), find the projections that may form a block (:mod:`.candidate_blocks`), enumerate the ways in

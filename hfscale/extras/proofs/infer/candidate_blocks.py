@@ -20,8 +20,8 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True)
 class CandidateBlock:
-    """Describe a possible block. Paths of its modules are relative to the block; the block's path is relative to the
-    layer.
+    """Describe a possible tensor-parallel block. Paths of its modules are relative to the block; the block's path is
+    relative to the layer.
     """
 
     layer: str  # the first layer that has the block
@@ -44,7 +44,9 @@ class CandidateBlock:
 
 
 def find_candidates(subject: Subject, trace: Trace) -> tuple[list[CandidateBlock], list[str]]:
-    """Return the distinct candidates of all layers, and the reasons why other groups of projections were rejected."""
+    """Return the distinct candidate blocks of all layers, and the reasons why other groups of projections were
+    rejected.
+    """
     candidates: dict[tuple[str, Names], CandidateBlock] = {}
     passed: list[str] = []
     for layer in subject.layer_names:
@@ -70,7 +72,10 @@ def find_candidates(subject: Subject, trace: Trace) -> tuple[list[CandidateBlock
 def _groups(
     calls: dict[str, Call], written: frozenset[str]
 ) -> Iterator[tuple[list[str], list[str], list[str]]]:
-    """Yield ``(columns, rows, uncut)`` for one layer; rows that share columns form one group."""
+    """Yield the possible blocks of one layer as ``(columns, rows, uncut)``, lists of projections: rows write the
+    layer's output, columns feed rows, and uncut ones feed columns and stay unsharded. Rows that share columns form one
+    block.
+    """
     rows: list[str] = []
     groups: list[tuple[set[str], list[str]]] = []
     for name, call in calls.items():
@@ -98,7 +103,9 @@ def _is_internal(
     calls: dict[str, Call],
     rows: list[str],
 ) -> bool:
-    """Return whether all inputs of a call come from projections of the same layer that do not write hidden states."""
+    """Return whether all inputs of a projection's ``call`` come from projections of the same layer that are not
+    ``rows`` (do not write the layer's output).
+    """
     return bool(call.feeds) and all(feed in calls and feed not in rows for feed in call.feeds)
 
 
@@ -125,7 +132,7 @@ def _candidate(
     rows: list[str],
     uncut: list[str],
 ) -> CandidateBlock | str:
-    """Return the candidate, or the reason why there is none."""
+    """Return the :class:`CandidateBlock` with these projections, or the reason why they cannot form a block."""
     what = ", ".join(name.removeprefix(f"{layer}.") for name in rows)
     inner = _inner(calls, columns, rows, uncut)
     outside = [name for name in inner if name != layer and not name.startswith(f"{layer}.")]
@@ -158,7 +165,9 @@ def _inner(
     rows: list[str],
     uncut: list[str],
 ) -> list[str]:
-    """Return the modules with parameters used between columns and rows, or between uncut projections and columns."""
+    """Return the modules with parameters that are used between column and row projections, or between uncut (unsharded)
+    projections and columns.
+    """
     fed = [column for column in columns if uncut and calls[column].feeds <= set(uncut)]
     used = {parameter for name in (*rows, *fed) for parameter in calls[name].parameters}
     return list(dict.fromkeys(name.rpartition(".")[0] for name in sorted(used)))
@@ -169,7 +178,7 @@ def _smallest(
     cut: list[str],
     uncut: list[str],
 ) -> str:
-    """Return the smallest module that contains all modules of a block."""
+    """Return the smallest module that contains all modules of a possible block."""
     split = [
         place.split(".") for place in [name.rpartition(".")[0] for name in (*cut, *uncut)] + inner
     ]
@@ -186,7 +195,7 @@ def _smallest(
 
 
 def _owners(outer: str, name: str) -> Iterator[str]:
-    """Yield the modules inside ``outer`` that contain ``name``."""
+    """Yield the names of the modules inside ``outer`` that contain the module ``name``, from the innermost on."""
     owner = name.rpartition(".")[0]
     while owner.startswith(f"{outer}."):
         yield owner
@@ -194,7 +203,9 @@ def _owners(outer: str, name: str) -> Iterator[str]:
 
 
 def _mixes_tokens(subject: Subject, row: Call, column: Call) -> bool:
-    """Return whether the row's input at the last token of the first sample depends on the column at another token."""
+    """Return whether the input of a row projection at the last token of the first sample depends on the output of a
+    column projection at another token.
+    """
     samples, length = subject.inputs["input_ids"].shape
     if row.input.numel() // row.input.shape[-1] != samples * length or row.input.shape[0] == length:
         return True

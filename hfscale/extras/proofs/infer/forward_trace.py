@@ -1,5 +1,5 @@
-"""Trace one forward pass of the clone: for each projection, the projections that feed it, and the parameters in
-between.
+"""Trace one forward pass of a tiny clone of a model: for each projection, the projections that feed it, and the
+parameters used in between.
 
 Each projection's output is tagged in the autograd graph. Walking back from a projection's input to the nearest tags
 gives the projections that feed the input, and the parameters on the way.
@@ -19,7 +19,9 @@ _TAG = "hfscale projection"  # key of a tag in the autograd graph
 
 @dataclass
 class Call:
-    """Hold one call of a projection: its input, its output, and the projections that feed it."""
+    """Hold one call of a projection: its input, its output, the projections that feed it, and the parameters used in
+    between.
+    """
 
     input: Tensor
     output: Tensor
@@ -29,7 +31,7 @@ class Call:
 
 @dataclass
 class Trace:
-    """Hold the results of tracing one forward pass."""
+    """Hold what one traced forward pass has shown: calls of projections, keyword arguments of modules, and dropouts."""
 
     # projection -> its call, in order of the calls; projections that are called several times are left out
     calls: dict[str, Call] = field(default_factory=dict)
@@ -42,7 +44,7 @@ class Trace:
 
 
 def trace(subject: Subject) -> Trace:
-    """Run the clone once and record the calls of its projections."""
+    """Run the tiny model once, and return the calls of its projections with the projections that feed each."""
     model, result, endings, repeated = subject.model, Trace(), dict[str, Tensor](), set[str]()
 
     def projected(

@@ -25,7 +25,7 @@ Parts = dict[str, int | Callable[[Any], tuple[int, ...]]]
 
 
 class Guesses:
-    """Enumerate hypotheses about one candidate block."""
+    """Enumerate hypotheses about the tensor-parallel roles of the modules in one candidate block."""
 
     def __init__(self, subject: Subject, trace: Trace, candidate: CandidateBlock) -> None:
         self.subject = subject
@@ -46,8 +46,9 @@ class Guesses:
         self.widths |= {self._width(name, of_input=True) for name in candidate.row}
 
     def insides(self) -> Iterator[Block]:
-        """Yield hypotheses about the roles of the modules in the block. The block's collectives are at its projections,
-        or at the entry of the block if some modules before the columns stay whole.
+        """Yield hypotheses about the tensor-parallel roles of the modules in the block. The block's collectives are at
+        its projections, or at the entry of the block if some modules before the column-parallel projections stay
+        unsharded.
         """
         uncut = self.candidate.uncut
         base = Block(
@@ -74,8 +75,8 @@ class Guesses:
             yield replace(base, parts=parts, key_value=key_value, **given)
 
     def edges(self, block: Block) -> Iterator[Block]:
-        """Yield a proved block with its edges (the modules at which its collectives run) moved, starting with the edges
-        nearest to the block's own entry and exit.
+        """Yield a proved block with its collectives moved to other modules, starting with those nearest to the block's
+        own entry and exit.
         """
         if not self.candidate.path:
             return
@@ -98,8 +99,8 @@ class Guesses:
             yield replace(block, enter=enter, leave=leave)
 
     def _dropouts(self) -> tuple[str, ...]:
-        """Return the dropout modules that read the rows' outputs, if all rows have one. A collective at the dropout
-        also comes after an adapter around the row.
+        """Return the dropout modules that read the outputs of the row-parallel projections, if each projection has one.
+        A collective at the dropout also comes after an adapter around the projection.
         """
         block = self.candidate.block
         dropouts = [self.trace.dropouts.get(f"{block}.{row}", "") for row in self.candidate.row]
@@ -109,7 +110,9 @@ class Guesses:
         return tuple(inside) if len(inside) == len(self.candidate.row) else ()
 
     def _inner(self) -> Iterator[dict[str, Any]]:
-        """Yield guesses at the roles of the modules between columns and rows."""
+        """Yield hypotheses about the tensor-parallel roles of the modules between column-parallel and row-parallel
+        projections.
+        """
         roles: dict[str, Any] = {
             "shared": (),
             "across": (),
@@ -141,7 +144,10 @@ class Guesses:
         parts: Parts,
         across: tuple[str, ...],
     ) -> dict[str, tuple[int, ...]]:
-        """Return the projections that compute only key/value heads, if there are fewer key/value heads than heads."""
+        """Return the column-parallel projections that compute only key/value heads, and the modules in ``across`` that
+        read only these, if there are fewer key/value heads than query heads. The value is the indices of a fused
+        projection's key and value parts, else empty.
+        """
         if not self.candidate.attends or not 0 < self.key_heads < self.heads:
             return {}
         fused = {name: (1, 2) for name, lengths in parts.items() if lengths is query_key_value}
@@ -157,7 +163,9 @@ class Guesses:
         return int(module.weight.shape[weight_dims(module)[1 if of_input else 0]])
 
     def _parts(self) -> Iterator[Parts]:
-        """Yield the ways in which columns may be fused."""
+        """Yield hypotheses about how the outputs of column-parallel projections are fused: not at all, from equal
+        parts, or from query, key and value.
+        """
         yield {}
         columns = self.candidate.column
         for count in (2, 3):
@@ -176,7 +184,9 @@ class Guesses:
                 yield {columns[0]: query_key_value}
 
     def _arguments(self) -> Iterator[dict[str, Any]]:
-        """Yield guesses at the keyword arguments whose tensors have one entry per head, or per sample and head."""
+        """Yield hypotheses about keyword arguments of the block: which tensors have one entry per head, or per sample
+        and head.
+        """
         samples = self.subject.inputs["input_ids"].shape[0]
         heads = {}
         sample_heads = []
@@ -190,7 +200,9 @@ class Guesses:
         yield {}
 
     def _local(self) -> Iterator[tuple[str, ...]]:
-        """Yield sets of integer attributes that the forward pass reads and that may have to become local sizes."""
+        """Yield sets of integer attributes (such as the number of heads) that the forward pass reads, and that may have
+        to be replaced by the sizes of one rank.
+        """
         sizes = self.widths | {
             width // part for width in self.widths for part in (2, 3) if width % part == 0
         }

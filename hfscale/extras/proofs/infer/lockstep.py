@@ -41,7 +41,9 @@ Gradients = dict[str, Tensor | None]  # gradients by the parameter's name in the
 
 
 def prove(subject: Subject, blueprint: Blueprint, tp_size: int = 2) -> Proof:
-    """Compare the clone with ``tp_size`` ranks that shard the blocks of ``blueprint``, planned like a real run."""
+    """Compare the clone with ``tp_size`` ranks that shard the blocks of ``blueprint``, planned as in a real run; raise
+    :class:`Unproved` if they differ.
+    """
     sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
     # Pass all sizes explicitly, so that no size is read from environment variables.
     layout = ParallelConfig(**{**sizes, "tp_size": tp_size}, sequence_parallel=False)
@@ -121,7 +123,7 @@ def _in_place(
     rank: int,
     gradient: Tensor | None,
 ) -> Tensor | None:
-    """Return a shard's gradient at its position in the full parameter, with zeros elsewhere."""
+    """Return a shard's ``gradient`` in the shape of the full parameter ``leaf``, with zeros outside the shard."""
     if cut is None or gradient is None:
         return gradient
     full = leaf.detach().requires_grad_()
@@ -134,7 +136,7 @@ def _total(values: Sequence[Tensor]) -> Tensor:
 
 
 class _Group:
-    """Run ``size`` threads that wait for each other at every exchange."""
+    """Run ``size`` threads that act as tensor-parallel ranks; they wait for each other at every exchange of tensors."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -142,7 +144,7 @@ class _Group:
         self._slots: list[Any] = [None] * size
 
     def exchange(self, rank: int, value: Tensor) -> list[Tensor]:
-        """Return the values of all ranks, by rank."""
+        """Return the values that all ranks have passed to this call, by rank."""
         self._slots[rank] = value
         self._barrier.wait(_PATIENCE)
         values = list(self._slots)
@@ -172,7 +174,9 @@ class _Group:
 
 
 class _RankModel:
-    """Hold one rank's copy of a model, with the rank's shards and with collectives at the edges of blocks."""
+    """Hold one rank's copy of a model, with the rank's shards, and with collectives at the entries and exits of
+    tensor-parallel blocks.
+    """
 
     def __init__(
         self,

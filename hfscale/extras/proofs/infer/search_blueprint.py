@@ -1,4 +1,6 @@
-"""Search the candidate blocks for a blueprint that can be proved, and find the dropout inside its blocks."""
+"""Derive a model's blueprint (the tensor-parallel roles of its modules): search candidate blocks for roles that can be
+proved, and find the dropout inside these blocks.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -40,8 +42,8 @@ def prove_completed(
     blueprint: Blueprint,
     forgotten: list[str],
 ) -> tuple[bool, bool]:
-    """Return whether two ranks of a clone compute the same as one process if the ``forgotten`` parameters, which the
-    blueprint does not list, get roles.
+    """Return whether two ranks of a clone with ``blueprint`` compute the same as one process; the blueprint has been
+    completed by roles for the ``forgotten`` parameters, which transformers' TP plan omits.
     """
     try:
         subject = make_subject(model)
@@ -115,7 +117,9 @@ class _Search:
         return prove(self.subject, Blueprint(self.layers, blocks), tp_size)
 
     def objection(self, blocks: dict[str, Block], tp_size: int = 2) -> str:
-        """Return the reason why these blocks cannot be proved together; empty if they can."""
+        """Return the reason why a clone whose ``blocks`` are all sharded over ``tp_size`` ranks does not compute the
+        same as one process; empty if it does.
+        """
         try:
             self.prove(blocks, tp_size)
         except Unproved as unproved:
@@ -123,8 +127,8 @@ class _Search:
         return ""
 
     def find(self, candidate: CandidateBlock) -> Block | None:
-        """Return the first hypothesis that holds, with collectives as near to the block's entry and exit as possible;
-        ``None`` if no hypothesis holds.
+        """Return the first hypothesis about the candidate's roles that holds on the clone, with collectives as near to
+        the block's entry and exit as possible; ``None`` if no hypothesis holds.
         """
         guesses = Guesses(self.subject, self.traced, candidate)
         path = candidate.path
@@ -183,8 +187,8 @@ def _infer(model: Any, subject: Subject) -> Inference:
 def _together(
     search: _Search, found: Iterable[tuple[CandidateBlock, Block]]
 ) -> tuple[dict[str, Block], set[str]]:
-    """Prove all blocks together, after merging blocks of the same path; return the blocks, and the paths of attention
-    blocks.
+    """Prove, on one clone, all blocks that were proved one by one, after merging blocks at the same path; leave out
+    blocks that do not hold together with the others. Return the blocks, and the paths of attention blocks.
     """
     blocks: dict[str, Block] = {}
     attention = set()
@@ -201,7 +205,7 @@ def _together(
 
 
 def _union(first: Block, second: Block) -> Block:
-    """Merge two sets of roles of modules at the same path: in different layers, or next to each other in one layer."""
+    """Merge the roles of the modules in two blocks at the same path, of different layers or of one layer."""
     listed = (
         "column",
         "row",
@@ -230,7 +234,9 @@ def _union(first: Block, second: Block) -> Block:
 def _that_hold_with_odd_widths(
     search: _Search, model: Any, blocks: dict[str, Block]
 ) -> dict[str, Block]:
-    """Return the blocks that also hold on a clone with other sizes (odd MLP widths), and thus not by coincidence."""
+    """Return the blocks whose roles of modules also hold on a clone with other sizes (odd MLP widths), and thus not by
+    coincidence.
+    """
     fields = search.subject.model.config.to_dict()
     odd = {
         name: value + 1
@@ -278,7 +284,7 @@ def _kind_of_layer(layer: Any) -> frozenset[tuple[str, str]]:
 
 def find_dropouts(model: Any, blocks: dict[str, Block]) -> dict[str, tuple[str, ...]]:
     """Map each block to the config fields of its dropout: if such a field is increased, the block draws random numbers
-    between columns and rows.
+    between its column-parallel and row-parallel projections.
     """
     fields_of: dict[str, list[str]] = {path: [] for path in blocks}
     for name in _fields(model.config.to_dict()):
@@ -289,7 +295,9 @@ def find_dropouts(model: Any, blocks: dict[str, Block]) -> dict[str, tuple[str, 
 
 
 def _that_draw(subject: Subject, blocks: dict[str, Block]) -> set[str]:
-    """Return the paths of the blocks that draw random numbers between columns and rows."""
+    """Return the paths of the blocks that draw random numbers (dropout) between their column-parallel and row-parallel
+    projections.
+    """
     states: dict[str, Tensor] = {}
     drawing: set[str] = set()
 

@@ -37,7 +37,7 @@ class Unplanned(Unproved):
 
 @dataclass
 class Subject:
-    """Hold a tiny clone of a model, and a ragged batch for it."""
+    """Hold a tiny clone of a model, and a batch for it whose rows have padding."""
 
     model: Any  # the clone, in evaluation mode
     inputs: dict[str, Tensor]  # arguments of its forward pass
@@ -59,7 +59,9 @@ class Subject:
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Use separate random numbers and a single torch thread in the ``with`` block, since threads slow small tensors."""
+    """Set a fixed seed and use a single torch thread in the ``with`` block; the caller's RNG state is restored after
+    it. More threads would slow small tensors down.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -71,7 +73,9 @@ def aside() -> Iterator[None]:
 
 
 def make_subject(model: Any, **changes: Any) -> Subject:
-    """Build a clone of ``model`` with ``changes`` to its config."""
+    """Build a clone of ``model``, with ``changes`` to its tiny config, and a batch for it; raise :class:`Unproved` if
+    that fails.
+    """
     reads = getattr(model, "main_input_name", "input_ids")
     if reads != "input_ids" and "input_ids" not in inspect.signature(model.forward).parameters:
         raise Unproved(f"it reads {reads}, and is tried on tokens alone")
