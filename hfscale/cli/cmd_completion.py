@@ -1,5 +1,5 @@
-"""Print a shell script that completes subcommands, flags, choices of flags and names of recipes; other words complete
-as files. The script itself imports nothing while a line is completed.
+"""Print a shell script that completes subcommands, flags, choices of flags and names of recipes. Any other word is
+completed as a file name. The script does not start Python while a line is completed.
 """
 
 import argparse

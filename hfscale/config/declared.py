@@ -35,7 +35,9 @@ def setting(
 
 
 class Spelled:
-    """Raise :class:`ConfigError` with a suggestion for misspelt fields of a config, before ``__init__`` would fail."""
+    """Base class of configs that refuses misspelled field names: raises :class:`ConfigError` with a suggestion, before
+    ``__init__`` would raise a ``TypeError``.
+    """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Raise :class:`ConfigError` for field names that the config does not have."""
@@ -69,7 +71,7 @@ class Declared:
 
     @property
     def dest(self) -> str:
-        """The attribute of parsed command-line arguments."""
+        """The attribute of the parsed arguments (``argparse.Namespace``) that has the value of this field's flag."""
         return self.flag.removeprefix("--").replace("-", "_")
 
     @property
@@ -107,7 +109,9 @@ def declared(cls: type) -> tuple[Declared, ...]:
 
 
 def described(cls: type) -> dict[str, str]:
-    """Return, by field, the descriptions in the ``Args`` or ``Attributes`` section of a class's docstring."""
+    """Return the description of each field, from the ``Args`` or ``Attributes`` section of a config class's
+    docstring.
+    """
     section = re.search(r"(?ms)^(?:Args|Attributes):\n(.*?)(?=^\S|\Z)", getdoc(cls) or "")
     entries = re.split(r"(?m)^    (?=\w+: )", section[1])[1:] if section else []
     return {

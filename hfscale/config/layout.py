@@ -20,9 +20,9 @@ class LayoutFields:
         dp_replicate_size: data-parallel replicas of the sharded model.
         dp_shard_size: ranks over which parameters, gradients and optimizer state are sharded (ZeRO-3, FSDP2).
         tp_size: ranks over which each layer's matrices are sharded (Shoeybi et al. 2019, Megatron-LM).
-        cp_size: ranks over which each sequence is sharded, everywhere except in attention (Liu et al. 2023, ring
-            attention). Context ranks also count as data ranks: weights are sharded over them in addition to
-            ``dp_shard``.
+        cp_size: ranks over which the tokens of each sequence are sharded (Liu et al. 2023, ring attention); attention
+            still reads all tokens of the sequence (``cp_method``). Weights are sharded over context ranks too: over
+            ``cp_size * dp_shard_size`` ranks.
         pp_size: pipeline stages.
         ep_size: ranks over which the experts of an MoE layer are distributed, each expert whole (Lepikhin et al. 2020,
             GShard). Expert ranks are ranks of the tensor and data axes, so ``ep_size`` does not multiply the number of
