@@ -203,8 +203,8 @@ FORMS[GEMMA] = (
     Form(".weight_scale", ".weight", ".weight", _gemma, _CALIBRATED),
     Form(".embedding_scale", ".embedding_quantized", ".weight", _gemma, {}),
 )
-"""Map transformers' name of a quantization method to the ways (:class:`Form`) in which checkpoints store its weights.
-For each weight, the first way whose tensor names match is used.
+"""Map the name of each quantization method to the ways (:class:`Form`) in which checkpoints store its weights. For each
+weight, the first way whose tensor names match is used.
 """
 
 _ENDINGS = (".weight", "_proj", "_packed", "_blocks", "_qdata", "_quantized")
@@ -289,8 +289,8 @@ def load_weights_as(
 
 
 def _matrices(tensor: TensorOnDisk, values: TensorOnDisk) -> TensorOnDisk:
-    """Return the scales of quantized ``values`` as a view with as many dims as the values, so that they broadcast: one
-    scale, one per row, one per matrix, or a grid of blocks.
+    """Return the scales of quantized ``values`` as a view with as many dims as the values; they may be one scale, one
+    per row, one per matrix, or a grid of blocks.
     """
     missing = len(values.shape) - len(tensor.shape)
     if not missing:

@@ -56,7 +56,9 @@ class TensorInTorchFile(TensorOnDisk):
         self._begin = place.begin
 
     def read(self, spans: Box) -> Tensor:
-        """Return a copy of the box ``spans``; for a tensor that is not contiguous, read the full tensor first."""
+        """Return a copy of the box ``spans``, one ``(start, stop)`` per dim; a tensor that is not contiguous is read in
+        full first.
+        """
         if self.shape != self._place.shape or _is_contiguous(self._place):
             return super().read(spans)
         sizes = zip(self._place.shape, self._place.stride, strict=True)

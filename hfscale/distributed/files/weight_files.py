@@ -28,7 +28,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def open_tensors(files: Iterable[str | Path]) -> dict[str, TensorOnDisk]:
-    """Return a lazy tensor for every tensor of several files."""
+    """Return lazy tensors, by name, of all tensors in several files."""
     tensors: dict[str, TensorOnDisk] = {}
     for file in files:
         if str(file).endswith(".bin"):

@@ -63,7 +63,8 @@ REPLACED = (*STALE, ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.
 
 
 class CheckpointWriter:
-    """Write ``contents`` (stored name -> shape and dtype) to safetensors files in ``directory``, in any order.
+    """Write the weights of a checkpoint to safetensors files in ``directory``, one tensor at a time, in any order.
+    ``contents`` are the shape and dtype of every tensor, by name.
 
     The index records the number of ``parameters`` of the model, by default the number of entries of all tensors.
     """
@@ -106,10 +107,11 @@ class CheckpointWriter:
             self._places |= {name: (directory / file, place) for name, place in places.items()}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor of the contents.
+        """Write one of the announced tensors to its file.
 
         Raises:
-            CheckpointError: the contents have no such tensor, it has another shape or dtype, or was written already.
+            CheckpointError: no tensor of this name was announced, it has another shape or dtype than announced, or it
+                was written already.
         """
         if name not in self._missing:
             raise CheckpointError(
@@ -129,7 +131,9 @@ class CheckpointWriter:
         del self._missing[name]
 
     def finish(self) -> None:
-        """Write the index, if there are several files; raise :class:`CheckpointError` if a tensor was never written."""
+        """Write the index, if there are several files; raise :class:`CheckpointError` if an announced tensor was never
+        added.
+        """
         if self._missing:
             raise CheckpointError(f"these tensors were not written: {', '.join(self._missing)}")
         if self._index is not None:
@@ -143,7 +147,9 @@ def _describe(tensor: Shaped) -> str:
 
 
 def safetensors_header(contents: Mapping[str, Shaped]) -> tuple[bytes, dict[str, int], int]:
-    """Return the header bytes of a safetensors file, the offset of each tensor in it, and its size."""
+    """Return the header of a safetensors file for the tensors ``contents`` as bytes, the offset of each tensor in the
+    file, and the size of the file.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in in_order(contents):
