@@ -258,7 +258,9 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def layout_of(arguments: argparse.Namespace) -> "ParallelConfig":
-    """Return the layout that the flags describe."""
+    """Return the layout that the command line's flags describe. Raise :class:`ConfigError` for a flag that has no
+    effect in it.
+    """
     from ..config.parallel import ParallelConfig
     from ..parallel.pipeline.orders import check_layout
 

@@ -35,8 +35,8 @@ def setting(
 
 
 class Spelled:
-    """Base class of configs that refuses misspelled field names: raises :class:`ConfigError` with a suggestion, before
-    ``__init__`` would raise a ``TypeError``.
+    """Base class of configs that refuses misspelled field names: it raises :class:`ConfigError` with a suggestion,
+    where ``__init__`` would raise a ``TypeError``.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ class Spelled:
 
 @dataclass(frozen=True)
 class Declared:
-    """Describe one field of a config class for the command line."""
+    """Describe one field of a config class as a command-line flag: name, help text, default, choices."""
 
     name: str  # name of the field
     flag: str  # the command-line flag, like ``--tp``
@@ -66,7 +66,7 @@ class Declared:
 
     @property
     def choices(self) -> Sequence[str]:
-        """The names that the field accepts; empty if it does not accept names."""
+        """The names that the field accepts as values; empty if its values are not names."""
         return self.given_choices() if callable(self.given_choices) else self.given_choices
 
     @property
@@ -85,7 +85,9 @@ class Declared:
 
 @cache
 def declared(cls: type) -> tuple[Declared, ...]:
-    """Return the fields of a config dataclass, with descriptions from the class's docstring."""
+    """Return the fields of a config dataclass as command-line flags, whose help texts come from the class's
+    docstring.
+    """
     texts = described(cls)
     options = []
     for option in fields(cls):

@@ -31,7 +31,9 @@ def local_rank() -> int:
 
 
 def cache_directory() -> Path | None:
-    """Return the directory in which hfscale caches costly results; ``None`` if ``HFSCALE_CACHE=off``."""
+    """Return the directory in which hfscale caches results that take long to compute; ``None`` if
+    ``HFSCALE_CACHE=off``.
+    """
     from huggingface_hub.constants import HF_HOME
 
     given = os.environ.get("HFSCALE_CACHE", "")

@@ -39,8 +39,9 @@ class LayoutFields:
             bytes.
         sequence_parallel: shard norms and residuals along the sequence between tensor-parallel blocks (Korthikanti et
             al. 2022).
-        sequence_regather: under ``sequence_parallel``, gather a block's input again in the backward pass instead of
-            keeping it. All saved activations of a layer are then sharded, for half as much additional communication.
+        sequence_regather: under ``sequence_parallel``, gather the inputs of attention and MLP again in the backward
+            pass instead of keeping them. All saved activations of a layer are then sharded, but tensor ranks send a
+            quarter more bytes.
         overlap: overlap the backward collectives of tensor parallelism with the computation of weight gradients, for
             tensors of at least 1 MiB.
         pipeline_schedule: order of forward and backward passes, by name or as the path of a ``.csv`` file; names are
@@ -87,8 +88,8 @@ class LayoutFields:
 
 
 def check_name(each: Declared, given: Any) -> Any:
-    """Return the canonical spelling of a chosen name, or the path of a CSV schedule. Raise :class:`ConfigError` for an
-    unknown name.
+    """Return the value ``given`` for a field that accepts names: the name in its canonical spelling, or the path of a
+    CSV schedule. Raise :class:`ConfigError` for an unknown name.
     """
     if each.name != "pipeline_schedule":
         check_choice(each.name, given, each.choices)

@@ -39,7 +39,9 @@ class _Size:
 
 @dataclass
 class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
-    """Sizes of the parallel axes of one run: Accelerate's config with the fields of :class:`LayoutFields`."""
+    """Sizes of the parallel axes of one run: Accelerate's :class:`ParallelismConfig` with the additional fields of
+    :class:`LayoutFields`.
+    """
 
     pp = _Size()  # pipeline ranks
     tp = _Size()  # tensor ranks

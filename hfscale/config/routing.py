@@ -92,7 +92,7 @@ class RoutingConfig(Spelled):
 
     @property
     def has_loss(self) -> bool:
-        """Return whether router losses are added to the model's loss."""
+        """Return whether these options add a loss (load balancing or z-loss) to the model's loss."""
         return bool(self.balance_loss or self.z_loss)
 
     @property
@@ -102,7 +102,9 @@ class RoutingConfig(Spelled):
 
     @property
     def needs_tokens(self) -> bool:
-        """Return whether routing needs to know the sequence and position of each token, or which tokens are padding."""
+        """Return whether these options need to know of each token which sequence it is in, at which position, and
+        whether it is padding.
+        """
         return self.needs_logits or self.capacity is not None or bool(self.bias_update_rate)
 
     @property

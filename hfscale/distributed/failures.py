@@ -94,7 +94,7 @@ class Process(NamedTuple):
 
 
 def is_wanted() -> bool:
-    """Return whether ranks report failures to each other: by default if a launcher started them."""
+    """Return whether ranks report failures to each other. By default they do if a launcher started them."""
     return os.environ.get(SWITCH, "1" if "RANK" in os.environ else "0") != "0"
 
 
@@ -294,7 +294,9 @@ class _Listener(threading.Thread):
         self.send_line(_line(asdict(first)))
 
     def send_line(self, line: bytes) -> None:
-        """Send a line to all ranks. Rank 0 is the last, because its own reporter may end this process."""
+        """Send a line of text to all ranks. Rank 0, to which this process belongs, is the last, because the line may
+        end the process.
+        """
         for connection in sorted(self._ranks, key=self._ranks.__getitem__, reverse=True):
             with suppress(OSError):
                 connection.sendall(line)

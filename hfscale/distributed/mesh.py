@@ -171,7 +171,9 @@ class Mesh:
 
     @cached_property
     def loss_groups(self) -> list[dist.ProcessGroup]:
-        """The groups over which losses and counts of labels and tokens are summed: all ranks with different tokens."""
+        """The groups over which losses and numbers of tokens are summed; together they contain all ranks with different
+        tokens.
+        """
         return self.groups("dp_shard", "dp_replicate")
 
     @cached_property
@@ -219,5 +221,5 @@ class Mesh:
 
     @cached_property
     def data_world(self) -> int:
-        """The number of ranks with different tokens, over which the data axes average gradients."""
+        """The number of ranks with different tokens: gradients are averaged over them."""
         return self.layout.data_world

@@ -310,9 +310,9 @@ def _grid(
     shape: tuple[int, ...],
     block: tuple[int, int] | None = None,
 ) -> StoredPart:
-    """Return the scales of the weight ``key``, with the number of the weight's rows and columns that share a scale.
-    This number is that of ``block`` if it agrees with the number of stored scales, otherwise the weight's size divided
-    by the number of scales.
+    """Return the scales of the weight ``key`` with the number of rows and of columns that share a scale: those of
+    ``block`` if they agree with the number of stored scales, otherwise the weight's size divided by the number of
+    scales.
     """
     along = []
     for dim, size, wanted in zip(

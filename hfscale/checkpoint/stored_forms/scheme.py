@@ -50,7 +50,9 @@ _INSTEAD = (
 
 @dataclass(frozen=True)
 class Scheme:
-    """Describe the properties of a quantized weight that cannot be read from its stored tensors."""
+    """Describe how a weight is quantized, as far as its stored tensors do not tell: bits per number, and how many
+    numbers share a scale.
+    """
 
     bits: int = 4  # bits per number
     group: int = 0  # consecutive numbers of a row with one scale; 0: the whole row
@@ -61,7 +63,9 @@ class Scheme:
 
 @dataclass(frozen=True)
 class StoredForm:
-    """Describe a checkpoint's quantization format: transformers' name of the method, and the config's values."""
+    """Describe a checkpoint's quantization format: the name of the quantization method, and the fields of
+    ``quantization_config``.
+    """
 
     method: str
     values: Mapping[str, Any] = field(repr=False)

@@ -77,7 +77,7 @@ class Job:
 
     @property
     def virtual(self) -> int:
-        """Stages per pipeline rank."""
+        """Number of pipeline stages per pipeline rank."""
         return self.layout.virtual_stages or 1
 
     def shard_of(self, weights: float, experts: float) -> float:
@@ -88,8 +88,8 @@ class Job:
 
     def with_host(self, what: Collection[str], activations: float, entries: float) -> "Job":
         """Return this job with the kinds in ``what`` (``"parameters"``, ``"optimizer"``, ``"activations"``) offloaded
-        to CPU memory. ``activations`` is the number of their bytes moved per step, ``entries`` the number of weights in
-        a rank's shard.
+        to CPU memory. ``activations`` is the number of bytes of activations moved per step, ``entries`` the number of
+        weights in a rank's shard.
         """
         shards = self.gradient_bytes * (
             (2 * self.microbatches if self.gathers else 1) + self.trained

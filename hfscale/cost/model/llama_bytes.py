@@ -1,4 +1,4 @@
-"""Compute the activation bytes per token of a LLaMA layer, by the formula at the top of :mod:`.layer_bytes`."""
+"""Compute the activation bytes per token of a LLaMA layer by a formula, which :mod:`.layer_bytes` explains."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -271,5 +271,7 @@ class Llama:
 
 
 def score_bytes(types: Types) -> int:
-    """Return the bytes per score of eager attention, whose softmax computes in 32 bits."""
+    """Return the bytes that eager attention keeps per score: 4, because its softmax computes in 32 bits, and those of a
+    second copy if the model has another dtype.
+    """
     return 4 + (types.size if types.size != 4 else 0)

@@ -33,7 +33,9 @@ _LEAST = ("flops", "memory_bandwidth", "memory", "link_bandwidth", "nic_bandwidt
 
 @dataclass(frozen=True)
 class Machine:
-    """Describe one accelerator and its links. Bandwidths are bytes per second in one direction."""
+    """Describe one kind of GPU and its links: FLOPs, memory, bandwidths. Bandwidths are bytes per second in one
+    direction.
+    """
 
     name: str  # name for hardware=
     flops: float  # dense 16-bit FLOPs per second
@@ -89,7 +91,9 @@ def machine_names() -> tuple[str, ...]:
 
 
 def find_machine(hardware: str | Machine) -> Machine:
-    """Return the machine for a name or a JSON file; return a :class:`Machine` unchanged."""
+    """Return the machine with the name ``hardware``, or the one that the JSON file ``hardware`` describes; return a
+    :class:`Machine` unchanged.
+    """
     if isinstance(hardware, Machine):
         return hardware
     if not isinstance(hardware, str):

@@ -143,8 +143,8 @@ def tensor_bus(size: int, machine: Machine, constants: Constants) -> float:
 
 
 def data_bus(size: int, apart: int, machine: Machine, constants: Constants) -> float:
-    """Return the bandwidth, in bytes per second, that a collective of gradients or weights reaches over ``size`` ranks,
-    whose rank numbers are ``apart`` apart.
+    """Return the bandwidth, in bytes per second, that a collective of gradients or weights reaches over ``size`` ranks;
+    ``apart`` is the difference of successive rank numbers, which tells how many of them share a node.
     """
     within = constants.data_link * machine.link_bandwidth
     local = max(1, min(size, machine.ranks_per_node // min(apart, machine.ranks_per_node)))

@@ -42,7 +42,7 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Hold the estimated seconds and bytes of a step. ``print`` it for a table."""
+    """Hold the estimated seconds of a training step and the bytes of each pipeline rank. ``print`` it for a table."""
 
     hardware: Machine
     layout: str  # description of the layout
@@ -175,8 +175,8 @@ def estimate(
     mixed_precision: str = "no",
     **plan_kwargs: Any,
 ) -> Estimate:
-    """Estimate seconds and bytes of one training step, for each pipeline rank, by kind and by term. Nothing runs.
-
+    """Estimate, without running it, the seconds of one training step (matrix products, communication, pipeline bubble
+    ...) and the bytes that each pipeline rank holds (weights, activations ...).
     Bytes are those of :func:`hfscale.memory_estimate`. Seconds come from constants that were fitted on runs of hfscale
     on one H100 and one H200 (for communication, on runs of other code on H100s), or from the measurements of ``hfscale
     calibrate``.
@@ -187,8 +187,8 @@ def estimate(
         hardware: a name (``h100``, ``rtx-4090``, ``mi300x``, ...: :func:`machine_names`), a JSON file of
             ``hfscale calibrate``, or a :class:`hfscale.cost.model.machines_known.Machine`.
         sequence_length: tokens of a sequence.
-        batch_size: sequences per microbatch of one batch rank.
-        num_microbatches: microbatches of one batch rank per step; by default the layout's, or one per stage.
+        batch_size: sequences per microbatch of one data-parallel rank.
+        num_microbatches: microbatches of one data-parallel rank per step; by default the layout's, or one per stage.
         optimizer: a name that :func:`hfscale.create_optimizer` accepts.
         optim_args: options of the optimizer that change its state.
         mixed_precision: ``"no"``, ``"bf16"``, ``"bf16_params"`` or ``"fp8"``.

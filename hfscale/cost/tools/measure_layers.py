@@ -109,8 +109,8 @@ def _small(layout: ParallelConfig) -> ParallelConfig:
 def _measured_once(
     spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]
 ) -> MeasuredLayers | None:
-    """Measure the activation bytes of one layer of each kind, in a batch of the given ``sizes``; results are cached in
-    this process.
+    """Measure the activation bytes of one layer of each kind (equal names and shapes of parameters), in a batch of the
+    given ``sizes``; results are cached in this process.
     """
     config = json.dumps(spec.config.to_dict(), sort_keys=True, default=str)
     key = (
@@ -225,8 +225,9 @@ class _LayerCounter(SavedCounter):
         self._place = _BEHIND
 
     def kind_of(self, tensor: Tensor) -> str:
-        """Return the name of the layer that is saving a tensor, or of what saves it outside the layers (``"before"``,
-        ``"behind"``, ``"shared"``, ``"logits"``).
+        """Return the name of the layer that is saving a tensor. Outside the layers, return ``"before"`` or ``"behind"``
+        (modules before or after the layers), ``"shared"`` (an input that layers share, such as positions) or
+        ``"logits"``.
         """
         if storage_key(tensor) in self._given:
             return _SHARED

@@ -49,7 +49,7 @@ def memory_estimate(
         model_or_plan: a model that hfscale parallelized, for an estimate of this rank; or a plan, for an estimate of
             the rank that holds the most.
         optimizer: a name that :func:`hfscale.create_optimizer` accepts.
-        tokens: tokens of one microbatch of one batch rank, over all sequences.
+        tokens: tokens of one microbatch of one data-parallel rank, all sequences together.
         sequence_length: tokens per sequence, on which scores of eager attention depend; by default there is a single
             sequence with all tokens.
         num_microbatches: microbatches per step in a pipeline; by default the layout's, or one per stage.

@@ -26,7 +26,7 @@ _MOST_TIMES = 256  # if nothing fits, try up to this many times the GPUs
 
 @dataclass(frozen=True)
 class Search:
-    """Hold the result of a search. ``print`` it for tables."""
+    """Hold the result of a search over layouts: the fastest ones that fit. ``print`` it for tables."""
 
     machine: Machine
     gpus: int
@@ -174,7 +174,9 @@ class _Trial:
             )
 
     def check(self, gpus: int, tokens_per_step: int) -> None:
-        """Raise for impossible sizes, and for memory budgets above the machine's memory."""
+        """Raise :class:`ConfigError` if a step has fewer tokens than one sequence, or if the memory budget is larger
+        than the machine's memory.
+        """
         machine = self.cost.machine
         sequence = self.cost.summary.job.sequence
         check_count("gpus", gpus)

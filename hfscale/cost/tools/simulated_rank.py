@@ -255,7 +255,7 @@ class _WithoutValues(FromSeed):
     """
 
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
-        """Return the model, and its weights on the meta device in this rank's sizes."""
+        """Return the model, and the shards that this rank holds of its weights, on the meta device."""
         model = self.template(None)
         drop_other_stages(model, plan, mesh.pp_rank)
         cut_parameters(model, plan, mesh)

@@ -1,4 +1,5 @@
-"""Write and read the marker file of a complete directory, with the sizes and checksums of its files.
+"""Write and read the file that marks a directory as completely written; it holds the sizes and checksums of the other
+files.
 
 The marker is written after all other files are on disk, and gets its name by a rename. A process that is killed at any
 moment therefore leaves a directory with a correct marker or without one. Checksums are CRC-32: they always detect one

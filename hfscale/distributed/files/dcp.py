@@ -43,7 +43,7 @@ class _File(RawFile):
 
 
 class _Window(io.RawIOBase):
-    """Present the bytes of one archive in an open file as a file of its own."""
+    """Present one archive of ``torch.save``, which is only a part of an open file, as a file of its own."""
 
     def __init__(self, descriptor: int, place: Place) -> None:
         self._descriptor = descriptor

@@ -150,8 +150,7 @@ _FORMS = (
 def find_source(path: Path) -> Source | None:
     """Find the weights that another trainer has written in a directory or a file.
 
-    Return ``None`` if there are no weights, or if transformers itself loads them in slices, as from its own
-    checkpoints.
+    Return ``None`` if there are no weights, or if they are an ordinary checkpoint of transformers.
     """
     if (path / _OF_MEGATRON).exists():
         return None
@@ -174,7 +173,9 @@ def _open_plain(directory: Path) -> dict[str, TensorOnDisk]:
 
 
 def form_of(directory: Path) -> str | None:
-    """Return a name of the format of the weights in a directory; ``None`` if it has no weights that hfscale reads."""
+    """Return the name of the format of the weights in a directory, such as ``"safetensors"``; ``None`` if it has no
+    weights that hfscale reads.
+    """
     if files := weight_files(directory):
         return "pytorch_model.bin" if files[0].suffix == ".bin" else "safetensors"
     source = find_source(directory)

@@ -72,7 +72,9 @@ class TensorInTorchFile(TensorOnDisk):
 
 
 def _reason(error: Exception) -> str:
-    """Return the line of an error that gives the cause: torch's first lines explain how to load the file anyway."""
+    """Return the line of an error of ``torch.load`` that gives the cause; its first lines only explain how to load the
+    file anyway.
+    """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return next((line.strip() for line in lines if "Unsupported" in line), lines[0])
 

@@ -35,7 +35,9 @@ STALE = (
     f"pytorch_model{_SHARDS}.bin",
     "pytorch_model.bin.index.json",
 )
-"""Patterns of earlier weight files, which transformers might load instead of those of a :class:`CheckpointWriter`."""
+"""Patterns of the names of weight files from an earlier save, which transformers might load instead of the files that a
+:class:`CheckpointWriter` writes.
+"""
 
 # safetensors' names of dtypes in the order in which its own serializer writes tensors: the largest dtype first. Every
 # tensor then begins at a multiple of its itemsize, which readers that map files to a GPU rely on.
@@ -59,7 +61,9 @@ _ORDER = (
     "BOOL",
 )
 REPLACED = (*STALE, ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")
-"""Patterns of earlier weight files, and of earlier adapters, which transformers would load on top of the weights."""
+"""Patterns of the names of weight files and adapters from an earlier save; transformers would load the adapters on top
+of the new weights.
+"""
 
 
 class CheckpointWriter:
@@ -167,7 +171,7 @@ def safetensors_header(contents: Mapping[str, Shaped]) -> tuple[bytes, dict[str,
 
 
 def in_order(contents: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return names and tensors in the order of safetensors' own serializer: by dtype, then by name."""
+    """Return names and tensors in the order in which safetensors' own writer stores them: by dtype, then by name."""
     for name, tensor in contents.items():
         if tensor.dtype not in NAMES:
             raise CheckpointError(
@@ -187,7 +191,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileSum:
-    """Write a safetensors file from front to back, one tensor at a time, and fsync it."""
+    """Write a safetensors file from front to back, one tensor at a time, and fsync it; return its size and checksum."""
     header, _, size = safetensors_header(tensors)
     crc = 0
     with path.open("wb") as file:

@@ -53,7 +53,7 @@ _past: deque[tuple[float, float]] = deque(maxlen=10_000)
 
 
 class Started:
-    """Hold a collective in flight; :meth:`result` waits for it."""
+    """Hold a collective that has been started; :meth:`result` waits until it is done."""
 
     def __init__(self, work: Any, finish: Callable[[], Tensor]) -> None:
         self._work = work
@@ -266,7 +266,9 @@ def tied(y: Tensor, others: Sequence[Tensor]) -> Tensor:
 
 
 def copy_to_tp_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return ``x``, an activation or parameter that is equal on all ranks of ``group``; all-reduce its gradient."""
+    """Return ``x``, an activation or parameter that is equal on all ranks of ``group``; in the backward pass,
+    all-reduce its gradient.
+    """
     return (
         x
         if group is None
@@ -275,7 +277,9 @@ def copy_to_tp_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def reduce_from_tp_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """All-reduce the partial sums ``x``, of any shape, over the ranks of ``group``; pass the gradient on unchanged."""
+    """All-reduce the partial sums ``x``, of any shape, over the ranks of ``group``; the backward pass leaves the
+    gradient unchanged.
+    """
     return (
         x
         if group is None
@@ -286,7 +290,9 @@ def reduce_from_tp_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def gather_from_tp_region(
     x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None, dim: int = -1
 ) -> Tensor:
-    """All-gather ``x``, which has ``lengths[rank]`` entries along ``dim``, over ``group``; slice the gradient."""
+    """All-gather ``x`` over ``group`` along ``dim``, where each rank has ``lengths[rank]`` entries; in the backward
+    pass, return this rank's slice of the gradient.
+    """
     if group is None:
         return x
     return apply_mapping(
@@ -319,7 +325,7 @@ def gather_from_sequence_region(
 ) -> Tensor:
     """All-gather ``x`` along ``dim``, where each rank has ``lengths[rank]`` entries; reduce-scatter its gradient.
 
-    If the full tensor is already there as ``known``, it is returned without an all-gather.
+    ``known`` is the full tensor, if it exists already: it is returned without an all-gather.
     """
     back = _on(reduce_scatter, lengths, dim, group)
     if known is None:

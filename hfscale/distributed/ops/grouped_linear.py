@@ -30,9 +30,10 @@ Read = Callable[[torch.dtype], Tensor]  # returns the weight, dequantized to a d
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Compute one product per group, ``x [r, k]`` -> ``[r, n]``.
+    """Multiply each group of rows with the matrix of its group, one matrix product per group: ``x [r, k]`` -> ``[r,
+    n]`` for ``r`` rows of all groups.
 
-    ``weight`` is ``[g, n, k]``, or ``[g, k, n]`` if ``transposed``.
+    ``weight`` is ``[g, n, k]`` for ``g`` groups, or ``[g, k, n]`` if ``transposed``.
     """
 
     @staticmethod
@@ -141,7 +142,7 @@ def _has_kernel(x: Tensor, weight: Tensor) -> bool:
 
 def kernel_takes(x: Tensor, weight: Tensor) -> bool:
     """Return whether torch's grouped matrix product supports ``x`` and ``weight``, in the forward and backward pass:
-    both must be contiguous, in bfloat16, and have rows that are multiples of 16 bytes.
+    both must be contiguous, in bfloat16, and their rows must be multiples of 16 bytes.
     """
     sizes = (x.shape[1], *weight.shape[1:])
     return (

@@ -285,9 +285,8 @@ def _loss_and_gradients(
 
 @contextmanager
 def each_gradient_once() -> Iterator[None]:
-    """Declare that no loss has two backward passes inside the ``with`` block.
-
-    The backward pass then may overwrite the saved gradients.
+    """Declare that no loss has two backward passes inside the ``with`` block, so that the backward pass may overwrite
+    the saved gradients.
     """
     _once.append(True)
     try:
