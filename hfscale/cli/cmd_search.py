@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _best(searched: Callable[[str], Any], precisions: Sequence[str]) -> tuple[str, Any]:
     """Return the mixed precision with which the fastest layout is found, and the result of that search; ``searched``
-    runs a search for one precision. If two are equally fast, the first one in ``precisions`` is returned.
+    runs a search for one precision. Layouts that fit without offload are preferred to those with it.
     """
     tried = dict[str, Any]()
     failed = list[ConfigError]()

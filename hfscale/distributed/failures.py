@@ -249,8 +249,8 @@ def _print_behind(text: str) -> None:
 
 
 class _Listener(threading.Thread):
-    """Receive the failures of all ranks in a thread of rank 0, and send the first failure to every rank; :attr:`place`
-    is the address to connect to.
+    """Receive the failures of all ranks in a thread of rank 0, and send the first failure to every rank. :attr:`place`
+    is the host, port and secret token with which ranks connect.
 
     After one failure is received, wait a moment, because another rank may have failed earlier.
     """
