@@ -1,4 +1,6 @@
-"""Yield full weights one by one, named as in a Hugging Face checkpoint, for example for an inference engine."""
+"""Yield a model's full tensors one by one, named as in a Hugging Face checkpoint, for example for an inference
+engine.
+"""
 
 from collections import deque
 from collections.abc import Iterator, Sequence, Set
@@ -25,12 +27,12 @@ _NONE = torch.empty(0)  # yielded on ranks that get no weights
 
 
 class WeightStream(Iterator[tuple[str, Tensor]]):
-    """Yield one version of a model's weights; :func:`stream_weights` returns it.
+    """Iterate over a model's full weights at one step of training; :func:`stream_weights` returns it.
 
     Attributes:
-        version: the number that the caller gave to the stream.
-        committed: whether every rank has sent and received all tensors; until then, an engine may have only some of
-            them.
+        version: the number that the caller gave to these weights, such as the step; ``None`` if there is none.
+        committed: whether every rank has sent and received all tensors. Until then, an inference engine may have
+            received only some of the new weights.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
     def until_committed(
         self, mesh: Mesh, tensors: Iterator[tuple[str, Tensor]], staged: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors as they arrive, or, if ``staged``, after every rank has sent and received all of them."""
+        """Yield the received tensors, and set :attr:`committed` when every rank has sent and received all. If
+        ``staged``, yield the first tensor only after that.
+        """
         aside: deque[tuple[str, Tensor]] = deque()
         try:
             for name, tensor in tensors:
@@ -86,25 +90,26 @@ def stream_weights(
     staged: bool = False,
     changed_since: WeightStream | None = None,
 ) -> WeightStream:
-    """Yield ``(name, full tensor)``, on the CPU, in the order and under the names of a Hugging Face checkpoint.
+    """Yield ``(name, full tensor)`` of every weight, on the CPU, with the names and the order of a Hugging Face
+    checkpoint.
 
-    Call it and exhaust the iterator on every rank, because every rank sends its shards. Ranks that are not chosen get
-    no tensors. No rank holds more than one full tensor and its conversion to the checkpoint's format (for example, one
-    tensor per expert). A yielded tensor is valid until the next one is requested, and must not be changed. Tensors that
-    the stock class does not load come last, unchanged from the checkpoint.
+    Call it and exhaust the iterator on every rank, because every rank sends its shards; only ``ranks`` get the full
+    tensors. No rank holds more than one full tensor and its conversion to the checkpoint's format (for example, one
+    tensor per expert). A yielded tensor is valid until the next one is requested, and must not be changed. Tensors of
+    the checkpoint that transformers' model class does not load come last, unchanged.
 
     Args:
         ranks: the global ranks that get the tensors, or ``"all"``.
-        merge_adapters: yield merged weights, equal to those of stock PEFT's merge; the model is unchanged. Otherwise
-            the adapters' tensors follow the weights, under the keys of PEFT's files.
+        merge_adapters: yield weights with the adapters merged into them, as PEFT's own merge computes them; the model
+            itself is unchanged. Otherwise the adapters' tensors follow the weights, under the keys of PEFT's files.
         adapters_only: yield only the adapter: the tensors of PEFT's ``adapter_model.safetensors``, by its keys. The
             base weights may be held in 4 or 8 bits.
         quantization_config: a ``transformers.FineGrainedFP8Config``: weights that transformers would quantize on
             loading are yielded in the same 8-bit floating point, bit by bit, each followed by the scales of its blocks
-            (``KEY_scale_inv``). ``"as_stored"``: weights that the checkpoint stores quantized are yielded in its form,
-            like :func:`hfscale.save_pretrained` writes them.
+            (``KEY_scale_inv``). ``"as_stored"``: weights that the checkpoint stores quantized are quantized again in
+            the checkpoint's format, as :func:`hfscale.save_pretrained` does.
         version: a number for these weights, such as the step; the same on every rank.
-        staged: yield nothing before every rank has sent and received everything. Until then, chosen ranks hold all
+        staged: yield nothing before every rank has sent and received everything. The ranks in ``ranks`` then hold all
             tensors in memory.
         changed_since: an earlier stream with a version; tensors whose bits have not changed since then are omitted.
 
@@ -149,7 +154,9 @@ def stream_weights(
 
 
 def _checksums(runtime: Runtime, entries: list[SavedTensor]) -> dict[str, int]:
-    """Return the checksum of this rank's shard of every entry, by owned name; 0 if this rank holds no shard."""
+    """Return, by parameter name, the checksum of this rank's shard of each tensor in ``entries``; 0 if this rank holds
+    no shard. A tied parameter has its first name.
+    """
     share_of = shares(runtime)
     held = {entry.owned: share_of(entry) for entry in entries}
     nothing = torch.zeros(0, device=runtime.mesh.device)
@@ -163,7 +170,9 @@ def _checksums(runtime: Runtime, entries: list[SavedTensor]) -> dict[str, int]:
 def _changed(
     runtime: Runtime, since: Any, asked: tuple[Any, ...], sums: dict[str, int]
 ) -> set[str]:
-    """Return the owned names of tensors whose bits, on any rank, differ from the stream ``since``; collective."""
+    """Return the names of the parameters whose bits have changed on any rank since the earlier stream ``since``, which
+    keeps their checksums; collective.
+    """
     fits = isinstance(since, WeightStream) and since.committed and since.asked == asked
     if not (fits and sums and since.sums.keys() == sums.keys()):
         raise ConfigError(
@@ -225,7 +234,9 @@ def _chosen(ranks: Sequence[int] | str, world: int) -> tuple[int, ...]:
 
 
 def whole_tensors(runtime: Runtime, ranks: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield full tensors with merged adapters, by the model's own names, for another model of the same class."""
+    """Yield every full tensor of a model, with adapters merged, under its name in the model (not in the checkpoint), so
+    that another model of the same class can load it.
+    """
     runtime.data.release()
     entries = tensors_to_save(runtime)
     merge = WholeMerge(runtime.adapters, runtime.plan)
@@ -235,7 +246,9 @@ def whole_tensors(runtime: Runtime, ranks: Sequence[int]) -> Iterator[tuple[str,
 
 
 class _Stored:
-    """Convert a model's full tensors to the checkpoint's format, optionally quantized, on the chosen ranks."""
+    """Convert a model's full tensors to the tensors that the checkpoint's format has for them, and quantize them if
+    requested.
+    """
 
     def __init__(
         self, runtime: Runtime, entries: list[SavedTensor], quantization: Any, here: bool
@@ -275,15 +288,17 @@ class _Stored:
         self._as_stored = known[1].again()
 
     def made_from(self, entry: SavedTensor, merge: WholeMerge) -> set[str]:
-        """Return the owned names of all parameters from which the stored tensors of a weight are made."""
+        """Return the names of all parameters that determine the checkpoint's tensors for ``entry``, such as adapters
+        that are merged into it. A tied parameter has its first name.
+        """
         names = self._as_stored.together.get(entry.name, (entry.name,))
         return {part for name in names for part in merge.parts(self._owned[name])}
 
     def converted(
         self, whole: Iterator[tuple[SavedTensor, Tensor]], carried: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors in the checkpoint's format. With ``carried``, then yield the tensors that the model's class
-        does not load.
+        """Yield the model's tensors in the checkpoint's format. If ``carried``, then also yield the checkpoint's
+        tensors that the model class does not load, unchanged.
         """
         for entry, tensor in whole:
             stored = self._as_stored.made_of(entry.name, tensor) if self._here else {}
@@ -310,8 +325,8 @@ def _full(
     weights: list[SavedTensor],
     chosen: Sequence[int],
 ) -> Iterator[tuple[SavedTensor, Tensor]]:
-    """Yield each of the ``weights`` with adapters merged: a full tensor on chosen ranks, an empty tensor elsewhere.
-    ``entries`` contain the weights and the adapters' factors.
+    """Yield each of ``weights`` with the full tensor, adapters merged: on the ranks in ``chosen``, an empty tensor on
+    other ranks. ``entries`` contain the weights and the adapters' matrices.
     """
     by_name = {entry.owned: entry for entry in entries}
     names = [entry.owned for entry in weights]

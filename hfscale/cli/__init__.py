@@ -55,14 +55,17 @@ _COUNTS = (
 )
 _TOKENS = ("sequence_length", "tokens", "tokens_per_step", "its_tokens_per_step")
 _BYTES = ("max_memory", "max_shard_size")
-"""Flags that take a count, a number of tokens, or a size in bytes; :func:`check_early` checks them."""
+"""Names of the flags that take a size in bytes; :func:`check_early` converts them, and those that take tokens, to
+numbers.
+"""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command line. Return the exit code: 0 for success, 1 if a check failed, 2 if the command is impossible.
+    """Run the command line ``argv``, by default that of the process. Return the exit code: 0 for success, 1 if a check
+    failed, 2 if the command is impossible.
 
-    Errors of hfscale are printed as messages. Without ``argv`` (as in the installed command), any other exception is
-    printed as one line, unless ``--debug`` is given.
+    Errors of hfscale are printed without a traceback. Without ``argv`` (as in the installed command), so is any other
+    exception, unless ``--debug`` is given.
     """
     try:
         arguments = _parse(argv)
@@ -84,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 def _in_a_line(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print an exception that ends the interpreter as one line: the hook ``sys.excepthook``."""
+    """Print an uncaught exception in one line instead of a traceback; installed as ``sys.excepthook``."""
     if issubclass(kind, KeyboardInterrupt):
         print("hfscale: interrupted", file=sys.stderr)
         return
@@ -121,7 +124,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _refuse(parser: Parser, rest: list[str]) -> None:
-    """Exit with the error of the subcommand's own parser, and suggest a similar flag."""
+    """Exit with an error about the unrecognized arguments ``rest`` of a subcommand, and suggest the most similar
+    flag.
+    """
     unknown = next((text for text in rest if text.startswith("-")), rest[0])
     close = (
         meant(unknown.partition("=")[0], parser.flags(), 0.75) if unknown.startswith("-") else None
@@ -163,8 +168,8 @@ def _parser() -> Parser:
 
 
 def check_early(arguments: argparse.Namespace) -> None:
-    """Refuse impossible arguments before torch is imported, which takes seconds; convert sizes and counts
-    to numbers.
+    """Refuse impossible arguments before torch is imported, which takes seconds. Replace sizes and counts of tokens,
+    such as ``60GB`` and ``4M``, by numbers.
     """
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     if "model" in given:

@@ -1,5 +1,6 @@
-"""Print the blueprint of a model, and its source: hfscale's table, transformers' plan, or inference, which derives the
-blueprint from a tiny clone of the model and proves it on that clone. Needs no weights and no GPU.
+"""Print which modules of a model tensor parallelism shards (its blueprint), and the source of this knowledge: hfscale's
+table of families, transformers' plan, or inference. Inference finds the modules in a tiny model of the same classes,
+and checks there that sharding does not change the result. Needs no weights and no GPU.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-"""Print a shell script that completes subcommands, flags, choices of flags and names of recipes; other words complete
-as files. The script itself imports nothing while a line is completed.
+"""Print a shell script that completes subcommands, flags, choices of flags and names of recipes. Any other word is
+completed as a file name. The script does not start Python while a line is completed.
 """
 
 import argparse
@@ -36,7 +36,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def script(shell: str, commands: Mapping[str, Parser]) -> str:
-    """Return the completion script of ``shell`` for the parsers of all subcommands."""
+    """Return the script with which ``shell`` (bash, zsh or fish) completes command lines of hfscale; ``commands`` are
+    the parsers of all subcommands.
+    """
     cases = []
     fish = []
     for name, parser in commands.items():
@@ -62,7 +64,9 @@ def script(shell: str, commands: Mapping[str, Parser]) -> str:
 
 
 def _places(parser: Parser) -> list[str]:
-    """Return completions of positional arguments: choices, and the names of recipes that ship with hfscale."""
+    """Return the words that complete a subcommand's positional arguments: their choices, and the names of recipes that
+    ship with hfscale.
+    """
     places: list[str] = []
     for action in parser.arguments:
         if not action.option_strings:

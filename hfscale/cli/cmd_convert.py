@@ -1,8 +1,8 @@
-"""Write the weights of a state that hfscale.save_state wrote, in any layout, as an ordinary Hugging Face directory; the
-state of a model with adapters becomes an adapter directory. Also converts FSDP2's shards (torch DCP, Accelerate,
+"""Write the weights of a training state, which hfscale.save_state wrote in any layout, as an ordinary Hugging Face
+directory; if the model has adapters, write an adapter directory. Also converts FSDP2's shards (torch DCP, Accelerate,
 Trainer) and transformers' distributed checkpoints. Runs in one process, with one tensor in memory at a time, without a
-GPU. With --adapter-for, writes a saved adapter of stacked experts with separate factors for each expert, the format
-that inference engines load.
+GPU. With --adapter-for, DIR is a saved adapter of experts that are stacked in one tensor, and OUT gets separate
+matrices for each expert, as inference engines load them.
 """
 
 import argparse

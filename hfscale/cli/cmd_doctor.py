@@ -1,6 +1,6 @@
 """Check versions, devices, an 8-bit optimizer step, collectives between ranks, and whether the Accelerate config would
-silently start one process only. With a recipe, also check ranks, distinct batches, effective batch size, problems of
-the plan, the trained parameters, and the memory of a rank. Exits with 1 if there is a problem.
+silently start one process only. With a recipe, also check the number of ranks, the effective batch size, whether the
+layout fits the model, which parameters are trained, and the memory of a rank. Exits with 1 if there is a problem.
 """
 
 import argparse
@@ -60,7 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _sections(
     arguments: argparse.Namespace, recipe: Any
 ) -> Iterator[tuple[str, Iterable[Finding]]]:
-    """Yield sections of checks as (name, findings); each check runs only when its finding is iterated over."""
+    """Yield groups of checks as (title, findings). A check runs only when its finding is requested from the
+    iterator.
+    """
     if not arguments.recipe_only:
         from .doctor_checks import this_machine as machine
 

@@ -1,5 +1,6 @@
-"""Estimate the memory and the time of a training step under a layout: bytes by kind for every pipeline rank, seconds by
-term for the step, and whether the model fits. Reads only the config: no weights, no processes, no GPU.
+"""Estimate the memory and the time of a training step under a layout: each pipeline rank's bytes of weights, gradients,
+activations and so on; the seconds of computation, communication and so on; and whether the model fits. Reads only the
+config: no weights, no processes, no GPU.
 """
 
 import argparse

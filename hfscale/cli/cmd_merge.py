@@ -1,6 +1,7 @@
-"""Write a checkpoint with a saved adapter merged into it. Tensors without an adapter are copied as they are stored.
-Before the result is put in place, base with adapter and merged model are loaded, one after the other, and the largest
-difference of their logits is printed; if it exceeds rounding, nothing is written.
+"""Write a checkpoint with a saved adapter merged into it. Tensors that the adapter does not change are copied as they
+are stored. The result is checked before it gets its name: the base model with the adapter and the merged model are
+loaded, one after the other, and the largest difference of their logits is printed; if it is larger than rounding
+explains, nothing is written.
 """
 
 import argparse

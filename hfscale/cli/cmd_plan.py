@@ -1,5 +1,6 @@
 """Show for every parameter of a model how a layout shards it, which shard each rank holds, and how its gradient is
-reduced; and the memory of a rank in training, by kind. Reads only the config: no weights, no processes, no GPU.
+reduced. With flags of training, also show the memory of a rank: bytes of weights, gradients, activations and so on.
+Reads only the config: no weights, no processes, no GPU.
 """
 
 import argparse
@@ -100,7 +101,9 @@ def run(arguments: argparse.Namespace) -> None:
 def _dry_run(
     arguments: argparse.Namespace, config: Any, layout: "ParallelConfig", tokens: int
 ) -> "DryRun":
-    """Return the counts of a dry run; refuse flags of quantized weights and optimizers, which a dry run lacks."""
+    """Return the result of ``--dry-run``: bytes that ranks send and keep. Refuse ``--quantize``, ``--optimizer`` and
+    ``--gpu``, because a dry run has neither quantized weights nor an optimizer.
+    """
     from ..cost.tools.dry_run import dry_run
 
     beside = [
@@ -121,7 +124,9 @@ def _dry_run(
 
 
 def describe_fit(size: float, found: "MemoryEstimate") -> str:
-    """Return one line that tells whether the model fits into ``size`` GB, and if it does not, how to make it fit."""
+    """Return a line that tells whether the bytes ``found`` fit into ``size`` GB and, if they do not, what would
+    help.
+    """
     total = found.total / 1e9
     if found.total < size * 1e9:
         return f"fits {size:g} GB: yes, {total:.1f} GB of it, without temporary buffers of kernels and collectives"

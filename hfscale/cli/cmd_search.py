@@ -1,6 +1,6 @@
-"""Search all layouts, schedules, microbatch sizes and recomputation settings of a model on a number of GPUs, by
-arithmetic. Show the fastest setting of each kind, the time that saving memory costs, and why the other kinds fail.
-Reads only the config.
+"""Find the fastest way to train a model on a number of GPUs, by arithmetic: all layouts, pipeline schedules, microbatch
+sizes and recomputation settings are compared. Show the fastest setting of each combination of parallel axes, the time
+that saving memory costs, and why other combinations do not fit. Reads only the config.
 """
 
 import argparse
@@ -106,7 +106,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _best(searched: Callable[[str], Any], precisions: Sequence[str]) -> tuple[str, Any]:
-    """Return the precision whose winner is fastest (the first one of equals), and the search result under it."""
+    """Return the mixed precision with which the fastest layout is found, and the result of that search; ``searched``
+    runs a search for one precision. Layouts that fit without offload are preferred to those with it.
+    """
     tried = dict[str, Any]()
     failed = list[ConfigError]()
     for mixed in precisions:

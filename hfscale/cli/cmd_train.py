@@ -106,7 +106,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def add_memory_limit(parser: argparse.ArgumentParser) -> None:
-    """Add ``--max-memory[=SIZE]``; without a size, the limit is infinite and the memory is only printed."""
+    """Add the flag ``--max-memory[=SIZE]``, a limit of each rank's memory; without a size, the memory is only
+    printed.
+    """
     parser.add_argument(
         "--max-memory",
         nargs="?",
@@ -118,7 +120,9 @@ def add_memory_limit(parser: argparse.ArgumentParser) -> None:
 
 
 def memory_limit_flags(limit: float | None) -> list[str]:
-    """Return the flags that pass ``limit`` to another command line."""
+    """Return ``limit``, a value of ``--max-memory`` in GiB, as a flag for the command line of a launched process; an
+    empty list if there is no limit.
+    """
     if limit is None:
         return []
     # Enough digits for a size that was given in units of 10^9 bytes.

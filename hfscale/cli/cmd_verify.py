@@ -1,6 +1,6 @@
-"""Train a tiny clone of a model (same classes, few layers, small widths) twice: in a layout on CPU processes, and in
-one process with stock transformers. Compare loss, gradients, norm, weights and checkpoint. Exits with 1 on any
-difference. Needs no weights and no GPU.
+"""Train a tiny version of a model (same classes, few layers, small widths) twice: in a layout on CPU processes, and in
+one process with stock transformers. Compare loss, gradients, gradient norm, weights and checkpoint. Exits with 1 if
+anything differs. Needs no weights and no GPU.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Output functions of all subcommands: progress, tables, JSON, and checks of the files that they may write."""
+"""Functions for the output of all subcommands: print progress, text and JSON, and check that files can be written."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ def show(arguments: argparse.Namespace, document: Any, text: str) -> None:
 
 
 def check_writable(*files: Path | None) -> None:
-    """Refuse paths that cannot be written, before the contents of the files are computed."""
+    """Refuse files whose parent directory does not exist, before the command spends time on their contents."""
     for path in filter(None, files):
         if not path.absolute().parent.is_dir():
             raise ConfigError(
@@ -36,20 +36,20 @@ def check_writable(*files: Path | None) -> None:
 
 
 def check_directory(directory: Path, of: str) -> None:
-    """Refuse a path that is not a directory, without slow imports. ``of`` completes "give the directory of ..."."""
+    """Refuse a path that is not a directory; the error ends with "give the directory of ``of``"."""
     if not directory.is_dir():
         problem = "is a file" if directory.exists() else "does not exist"
         raise ConfigError(f"{directory} {problem}: give the directory of {of}")
 
 
 def working(what: str) -> None:
-    """Print a line of progress, if standard error is a terminal."""
+    """Print what the command is doing (``what``) to standard error, if this is a terminal."""
     if sys.stderr.isatty():
         print(f"{what} ...", file=sys.stderr, flush=True)
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Add ``--max-shard-size`` and ``--overwrite``, for a command that writes a checkpoint to OUT."""
+    """Add ``--max-shard-size`` and ``--overwrite``, for a command that writes a checkpoint to the directory OUT."""
     parser.add_argument(
         "--max-shard-size",
         default="5GB",
@@ -63,8 +63,8 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def check_target(out: Path, overwrite: bool, **sources: Path | str) -> None:
-    """Refuse OUT if it has files, unless ``overwrite`` is set, or if it is one of the paths that are read:
-    ``sources``.
+    """Refuse the output directory ``out`` if it is one of the ``sources``, which the command reads, or if it has files
+    and ``overwrite`` is not set.
     """
     for name, source in sources.items():
         if out.resolve() == Path(source).resolve():
@@ -84,7 +84,9 @@ def check_target(out: Path, overwrite: bool, **sources: Path | str) -> None:
 
 
 def check_drawing(path: Path) -> None:
-    """Check that a picture can be written, before its contents are computed."""
+    """Refuse ``path`` if no picture can be written to it (suffix, directory, or matplotlib is missing), before the
+    picture is computed.
+    """
     if path.suffix.lower() not in _PICTURES:
         raise ConfigError(f"{path} has the suffix {path.suffix!r}: use {' or '.join(_PICTURES)}")
     check_writable(path)

@@ -1,4 +1,4 @@
-"""Flags that several subcommands have in common, and their values: sizes, a model, its layout, training and machine."""
+"""Define the flags that several subcommands share: the model, its layout, training options and the machine."""
 
 import argparse
 import difflib
@@ -27,15 +27,15 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "int8": {"load_in_8bit": True},
     "as_stored": {"as_stored": True},
 }
-"""Values of ``--quantize``, with the recipe section that each value stands for."""
+"""Map each value of ``--quantize`` to the fields of a recipe's ``quantization`` section that have the same effect."""
 ON_HOST = ("parameters", "optimizer", "activations")
 _TOKENS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def bytes_of(text: str, flag: str, alone: str = "") -> int:
-    """Parse a size in the units of :class:`hfscale.MemoryConfig`: ``"60GB"`` and ``"60G"`` -> 60,000,000,000. A number
-    without a unit is in units of ``alone``.
+    """Parse a size: ``"60GB"`` and ``"60G"`` -> 60,000,000,000 bytes, ``"60GiB"`` -> 60 x 2^30. A number without a unit
+    is in the unit ``alone``. Errors name ``flag``.
     """
     count = byte_count(f"{text}{alone}" if text.strip()[-1:].isdigit() else text)
     if not count:
@@ -47,7 +47,7 @@ def bytes_of(text: str, flag: str, alone: str = "") -> int:
 
 
 def tokens_of(text: str, flag: str) -> int:
-    """Parse a number of tokens: ``"4M"`` -> 4,194,304."""
+    """Parse a number of tokens, in which K, M and G are powers of 1024: ``"4M"`` -> 4,194,304. Errors name ``flag``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)", text.strip().lower())
     count = 0.0 if match is None else float(match[1]) * _TOKENS[match[2]]
     if not count or not count.is_integer():
@@ -59,7 +59,9 @@ def tokens_of(text: str, flag: str) -> int:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL, and flags for its Auto class, its dtype, and whether the model's own code may run."""
+    """Add the argument MODEL to a subcommand, and flags for the model's Auto class, its dtype, and whether its own code
+    may run.
+    """
     parser.add_argument(
         "model", metavar="MODEL", help="a model directory, a Hub id, or the path of a config.json"
     )
@@ -75,19 +77,23 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def remote_code(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return keyword arguments that let the model's own code run, if requested."""
+    """Return the keyword arguments for ``from_config`` that let the model's own code run, if ``--trust-remote-code`` is
+    given.
+    """
     return {"trust_remote_code": True} if arguments.trust_remote_code else {}
 
 
 def building(arguments: argparse.Namespace, config: Any) -> AbstractContextManager[None]:
-    """Return a context manager that explains the errors of transformers for a model that it cannot build."""
+    """Return a context manager in which the model of ``config`` is built. If transformers cannot build it, the error of
+    transformers is raised with an explanation.
+    """
     from .._compat.transformers.classes import built_or_explained
 
     return built_or_explained(auto_class_of(arguments.auto_class), config)
 
 
 def auto_class_of(name: str) -> Any:
-    """Return the Auto class of transformers with this name."""
+    """Return the Auto class ``name`` of transformers, such as ``AutoModelForCausalLM``."""
     import transformers
 
     from .._compat.transformers.classes import auto_classes
@@ -102,7 +108,9 @@ def auto_class_of(name: str) -> Any:
 
 
 def load_config(model: str, trusted: bool = False) -> Any:
-    """Return the config of MODEL, a directory, Hub id or config.json."""
+    """Return the config of ``model``: a directory, a Hub id, or the path of a ``config.json``. If ``trusted``, the
+    model's own code may run.
+    """
     from ..api import arguments
 
     config, _ = arguments.load_config(model, {"trust_remote_code": trusted})
@@ -111,7 +119,9 @@ def load_config(model: str, trusted: bool = False) -> Any:
 
 
 def check_place(model: str) -> None:
-    """Refuse a MODEL that looks like a path but does not exist, without slow imports."""
+    """Refuse ``model`` if it looks like a path but does not exist, or is a directory without a model; this runs before
+    torch is imported.
+    """
     path = Path(model)
     finish_move(path)
     if not path.exists() and written_like_a_path(model):
@@ -128,13 +138,15 @@ def check_place(model: str) -> None:
 
 
 def add_lora(parser: Adds, what: str) -> None:
-    """Add ``--lora``; ``what`` is the beginning of its help text."""
+    """Add the flag ``--lora``, whose help text begins with ``what``."""
     told = f"{what}: all-linear (the default), or module names joined by commas"
     parser.add_argument("--lora", metavar="TARGETS", nargs="?", const="all-linear", help=told)
 
 
 def add_training_arguments(parser: Adds) -> None:
-    """Add flags of adapters, quantized weights, optimizer, precision and memory, for :func:`plan_arguments`."""
+    """Add the flags for adapters, quantized weights, optimizer, precision and memory; :func:`plan_arguments` reads most
+    of them.
+    """
     parser.add_argument(
         "--quantize",
         choices=tuple(QUANTIZATIONS),
@@ -162,7 +174,9 @@ def add_training_arguments(parser: Adds) -> None:
 
 
 def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of :func:`hfscale.plan`: class, dtype, adapters, quantization, precision and memory."""
+    """Return the keyword arguments of :func:`hfscale.plan` that the flags set: class, dtype, adapters, quantization,
+    precision and memory.
+    """
     from transformers import BitsAndBytesConfig
 
     from ..config.memory import MemoryConfig
@@ -202,7 +216,7 @@ def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_machine_arguments(parser: Adds) -> None:
-    """Add ``--hardware`` and ``--sequence-length``."""
+    """Add ``--hardware``, the kind of GPU for which to estimate, and ``--sequence-length``."""
     told = "h100, b200, l40s, rtx-4090, mi300x, ... (an unknown name lists all), or a calibration's JSON"
     parser.add_argument("--hardware", default="h100", metavar="NAME", help=told)
     told = "tokens per sequence, such as 8192 or 8K (default: 4K)"
@@ -210,7 +224,9 @@ def add_machine_arguments(parser: Adds) -> None:
 
 
 def add_reports(parser: Adds) -> None:
-    """Add a flag for each report format that extensions provide, for :func:`write_reports`."""
+    """Add one flag per kind of report that an extension provides; its value is the file to which :func:`write_reports`
+    writes.
+    """
     for name in sorted(added("reports")):
         parser.add_argument(
             f"--{name}", type=Path, metavar="FILE", help="write a page with pictures in addition"
@@ -218,19 +234,19 @@ def add_reports(parser: Adds) -> None:
 
 
 def reports_of(arguments: argparse.Namespace) -> dict[str, Path]:
-    """Return the requested reports as a map of format to file."""
+    """Return the files of the requested reports, by the report's kind."""
     asked = {name: getattr(arguments, name) for name in sorted(added("reports"))}
     return {name: target for name, target in asked.items() if target is not None}
 
 
 def write_reports(arguments: argparse.Namespace, found: Any, title: str) -> None:
-    """Write the requested reports of an estimate or a search."""
+    """Write the requested reports of ``found``, the result of an estimate or of a search."""
     for name, target in reports_of(arguments).items():
         target.write_text(provided("reports", name)(found, title))
 
 
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one flag for each field of a layout."""
+    """Add one flag for each field of :class:`hfscale.ParallelConfig`."""
     # Values stay strings here: ParallelConfig checks them, and sets the defaults of fields that are left out.
     layout = parser.add_argument_group("layout")
     for field in declared(LayoutFields):
@@ -242,7 +258,9 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def layout_of(arguments: argparse.Namespace) -> "ParallelConfig":
-    """Return the layout that the flags describe."""
+    """Return the layout that the command line's flags describe. Raise :class:`ConfigError` for a flag that has no
+    effect in it.
+    """
     from ..config.parallel import ParallelConfig
     from ..parallel.pipeline.orders import check_layout
 

@@ -1,18 +1,18 @@
-"""A command-line parser that keeps a list of its arguments."""
+"""Define a command-line parser that keeps a list of the arguments that were added to it."""
 
 import argparse
 from typing import Any, NoReturn, Protocol
 
 
 class Adds(Protocol):
-    """Anything that takes arguments: a parser, or an argument group of a parser."""
+    """Any object with ``add_argument``: a parser, or an argument group of a parser."""
 
     def add_argument(self, *flags: str, **options: Any) -> argparse.Action:
         """Add an argument, like :meth:`argparse.ArgumentParser.add_argument`."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that prints an error as one line, which points to ``--help`` instead of showing the usage.
+    """A command-line parser that prints an error as one line and refers to ``--help`` instead of printing the usage.
 
     Attributes:
         arguments: all arguments added so far, in order, including those of argument groups.
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         return made
 
     def add_argument_group(self, *args: Any, **options: Any) -> Any:
-        """Add a group; arguments of the group are recorded in :attr:`arguments` too."""
+        """Add an argument group; arguments added to this group are recorded in :attr:`arguments` too."""
         group: Any = super().add_argument_group(*args, **options)
         add = group.add_argument
 
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         return group
 
     def flags(self) -> dict[str, argparse.Action]:
-        """Map each flag that begins with two dashes to its argument."""
+        """Return the argument of each flag that begins with two dashes."""
         return {
             flag: argument
             for argument in self.arguments
@@ -51,5 +51,5 @@ class Parser(argparse.ArgumentParser):
         }
 
     def error(self, message: str) -> NoReturn:
-        """Print the message, and exit with code 2."""
+        """Print the error ``message`` in one line, refer to ``--help``, and exit with code 2."""
         self.exit(2, f"{self.prog}: {message}\nsee {self.prog} --help\n")

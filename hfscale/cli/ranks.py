@@ -1,4 +1,4 @@
-"""Start processes on this machine for a measurement; each process has its own device."""
+"""Start a group of processes on this machine to check or measure collectives; each process has its own device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from ..errors import HFScaleError
 
 
 class MeasurementError(HFScaleError, RuntimeError):
-    """Raised if a rank fails that was started for a measurement."""
+    """Raised by :func:`run_ranks` if one of the processes that it starts fails."""
 
 
 def run_ranks(

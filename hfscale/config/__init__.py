@@ -1,1 +1,3 @@
-"""Define the user's options: layouts, memory, precision and routing; and read the launcher's environment variables."""
+"""Define the user's options (layouts, memory, precision, routing of tokens to experts), and read the launcher's
+environment variables.
+"""

@@ -35,7 +35,9 @@ def setting(
 
 
 class Spelled:
-    """Raise :class:`ConfigError` with a suggestion for misspelt fields of a config, before ``__init__`` would fail."""
+    """Base class of configs that refuses misspelled field names: it raises :class:`ConfigError` with a suggestion,
+    where ``__init__`` would raise a ``TypeError``.
+    """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Raise :class:`ConfigError` for field names that the config does not have."""
@@ -52,7 +54,7 @@ class Spelled:
 
 @dataclass(frozen=True)
 class Declared:
-    """Describe one field of a config class for the command line."""
+    """Describe one field of a config class as a command-line flag: name, help text, default, choices."""
 
     name: str  # name of the field
     flag: str  # the command-line flag, like ``--tp``
@@ -64,12 +66,12 @@ class Declared:
 
     @property
     def choices(self) -> Sequence[str]:
-        """The names that the field accepts; empty if it does not accept names."""
+        """The names that the field accepts as values; empty if its values are not names."""
         return self.given_choices() if callable(self.given_choices) else self.given_choices
 
     @property
     def dest(self) -> str:
-        """The attribute of parsed command-line arguments."""
+        """The attribute of the parsed arguments (``argparse.Namespace``) that has the value of this field's flag."""
         return self.flag.removeprefix("--").replace("-", "_")
 
     @property
@@ -83,7 +85,9 @@ class Declared:
 
 @cache
 def declared(cls: type) -> tuple[Declared, ...]:
-    """Return the fields of a config dataclass, with descriptions from the class's docstring."""
+    """Return the fields of a config dataclass as command-line flags, whose help texts come from the class's
+    docstring.
+    """
     texts = described(cls)
     options = []
     for option in fields(cls):
@@ -107,7 +111,9 @@ def declared(cls: type) -> tuple[Declared, ...]:
 
 
 def described(cls: type) -> dict[str, str]:
-    """Return, by field, the descriptions in the ``Args`` or ``Attributes`` section of a class's docstring."""
+    """Return the description of each field, from the ``Args`` or ``Attributes`` section of a config class's
+    docstring.
+    """
     section = re.search(r"(?ms)^(?:Args|Attributes):\n(.*?)(?=^\S|\Z)", getdoc(cls) or "")
     entries = re.split(r"(?m)^    (?=\w+: )", section[1])[1:] if section else []
     return {

@@ -1,4 +1,6 @@
-"""Read environment variables of launchers and of hfscale, and name directories for caches and for states in memory."""
+"""Read environment variables of launchers and of hfscale, and name the directories for caches and for training states
+that are kept in memory.
+"""
 
 import hashlib
 import os
@@ -29,7 +31,9 @@ def local_rank() -> int:
 
 
 def cache_directory() -> Path | None:
-    """Return the directory in which hfscale caches costly results; ``None`` if ``HFSCALE_CACHE=off``."""
+    """Return the directory in which hfscale caches results that take long to compute; ``None`` if
+    ``HFSCALE_CACHE=off``.
+    """
     from huggingface_hub.constants import HF_HOME
 
     given = os.environ.get("HFSCALE_CACHE", "")
@@ -39,7 +43,7 @@ def cache_directory() -> Path | None:
 
 
 def is_first_of_job() -> bool:
-    """Return whether this process is the first of its job: its launcher gave it rank 0, or there is no launcher."""
+    """Return whether this process has global rank 0; without a launcher, it has."""
     given = (os.environ[name] for name in RANKS if name in os.environ)
     return next(given, "0") == "0"
 
@@ -50,15 +54,17 @@ def cpu_requested() -> bool:
 
 
 def guards_are_on() -> bool:
-    """Return whether hfscale's guards may replace functions of other libraries for the rest of the process. They may,
-    unless ``HFSCALE_GUARDS=0``.
+    """Return whether hfscale may replace functions of other libraries to detect mistakes in user code, for the rest of
+    the process. It may, unless ``HFSCALE_GUARDS=0``.
     """
     return os.environ.get("HFSCALE_GUARDS", "1") != "0"
 
 
 @contextmanager
 def without_launcher_switches() -> Iterator[None]:
-    """Switch off sharding by Accelerate and transformers inside the with block, since hfscale shards over data axes."""
+    """Hide, inside the ``with`` block, the environment variables that make Accelerate and transformers shard a model,
+    because hfscale shards it itself.
+    """
     names = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
     hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
@@ -68,8 +74,8 @@ def without_launcher_switches() -> Iterator[None]:
 
 
 def memory_of(directory: Path, memory: str | Path = MEMORY) -> Path:
-    """Return the directory in ``memory`` (a file system in memory) for a run whose states on disk are in
-    ``directory``.
+    """Return the directory, in a file system in memory, for the training states of the run that saves its states on
+    disk in ``directory``.
     """
     path = os.path.realpath(directory)
     digest = hashlib.blake2b(path.encode(), digest_size=6).hexdigest()

@@ -14,15 +14,15 @@ class Float8Config(Spelled):
     """Options of ``mixed_precision="fp8"``.
 
     Attributes:
-        recipe: ``"tensorwise"``: a scale for each tensor, from its largest entry; gradients in e5m2, all other operands
-            in e4m3. ``"rowwise"``: a scale for each row along the contracted dim, a power of two; all operands in e4m3.
-            More exact, and slower.
-        leave_out: modules in the layers that do not compute in 8 bits, by the ends of their names, like
-            ``["down_proj", "layers.0.mlp"]``. Heads, embeddings, routers and experts never compute in 8 bits.
+        recipe: granularity of the scales. ``"tensorwise"``: one scale per tensor, from its largest entry; gradients in
+            e5m2, all other operands in e4m3. ``"rowwise"``: one scale, a power of two, for each vector that is
+            contracted in the product; all operands in e4m3. It is more exact than ``"tensorwise"``, and slower.
+        leave_out: ends of the names of modules that compute in 16 bits, like ``["down_proj", "layers.0.mlp"]``. Heads,
+            embeddings, routers and experts never compute in 8 bits.
         fp8_all_gather: whether data ranks that shard a weight (``dp_shard_size``) all-gather 8 bits per entry instead
-            of 16, with the scale of the full weight; the arithmetic is the same. The default is yes for
-            ``"tensorwise"``, and no for ``"rowwise"``, which needs two 8-bit copies of each weight, as many bits as one
-            16-bit copy.
+            of 16; the results are the same, because shards use the scale of the full weight. By default they do under
+            ``"tensorwise"``. ``"rowwise"`` does not support it: it needs two 8-bit copies of each weight, which are as
+            many bits as one 16-bit copy.
 
     Raises:
         ConfigError: a value is unknown or impossible.
@@ -52,5 +52,5 @@ class Float8Config(Spelled):
 
     @property
     def gathers(self) -> bool:
-        """Return whether sharded weights are all-gathered in 8 bits."""
+        """Return whether data ranks all-gather sharded weights in 8 bits."""
         return self.recipe == "tensorwise" and self.fp8_all_gather is not False

@@ -20,9 +20,9 @@ class LayoutFields:
         dp_replicate_size: data-parallel replicas of the sharded model.
         dp_shard_size: ranks over which parameters, gradients and optimizer state are sharded (ZeRO-3, FSDP2).
         tp_size: ranks over which each layer's matrices are sharded (Shoeybi et al. 2019, Megatron-LM).
-        cp_size: ranks over which each sequence is sharded, everywhere except in attention (Liu et al. 2023, ring
-            attention). Context ranks also count as data ranks: weights are sharded over them in addition to
-            ``dp_shard``.
+        cp_size: ranks over which the tokens of each sequence are sharded (Liu et al. 2023, ring attention); attention
+            still reads all tokens of the sequence (``cp_method``). Weights are sharded over context ranks too: over
+            ``cp_size * dp_shard_size`` ranks.
         pp_size: pipeline stages.
         ep_size: ranks over which the experts of an MoE layer are distributed, each expert whole (Lepikhin et al. 2020,
             GShard). Expert ranks are ranks of the tensor and data axes, so ``ep_size`` does not multiply the number of
@@ -39,8 +39,9 @@ class LayoutFields:
             bytes.
         sequence_parallel: shard norms and residuals along the sequence between tensor-parallel blocks (Korthikanti et
             al. 2022).
-        sequence_regather: under ``sequence_parallel``, gather a block's input again in the backward pass instead of
-            keeping it. All saved activations of a layer are then sharded, for half as much additional communication.
+        sequence_regather: under ``sequence_parallel``, gather the inputs of attention and MLP again in the backward
+            pass instead of keeping them. All saved activations of a layer are then sharded, but tensor ranks send a
+            quarter more bytes.
         overlap: overlap the backward collectives of tensor parallelism with the computation of weight gradients, for
             tensors of at least 1 MiB.
         pipeline_schedule: order of forward and backward passes, by name or as the path of a ``.csv`` file; names are
@@ -88,8 +89,8 @@ class LayoutFields:
 
 
 def check_name(each: Declared, given: Any) -> Any:
-    """Return the canonical spelling of a chosen name, or the path of a CSV schedule. Raise :class:`ConfigError` for an
-    unknown name.
+    """Return the value ``given`` for a field that accepts names: the name in its canonical spelling, or the path of a
+    CSV schedule. Raise :class:`ConfigError` for an unknown name.
     """
     if each.name != "pipeline_schedule":
         check_choice(each.name, given, each.choices)

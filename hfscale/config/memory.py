@@ -46,14 +46,15 @@ class MemoryConfig(Spelled):
             - a number ``n``: every ``n``-th layer is recomputed, beginning with the first.
             - names: modules in the layers, by the ends of their names, like ``["mlp", "input_layernorm"]``.
             - a budget, like ``"8GiB"``: as few layers as needed to keep this rank's activations below the budget.
-              Layers with the least FLOPs per saved byte come first. The budget holds for :attr:`tokens`, or by default
+              Layers with the least FLOPs per saved byte come first. The budget holds for :attr:`tokens` or, by default,
               for the largest microbatch of the first step.
-        recompute_keep: operators whose results are kept even in recomputed layers, like ``["aten.mm", "aten.addmm"]``:
-            torch's names, with or without the overload.
+        recompute_keep: operators whose results are kept even in recomputed layers, by torch's names, like
+            ``["aten.mm", "aten.addmm"]``; an overload may be added, like ``"aten.mm.default"``.
         tile_tokens: tokens of a tile: norms and MLPs run tile by tile, forward and backward, so that only their inputs
             are in memory for all tokens (Bekman et al. 2025, ALST). Needs ``recompute="full"``, or ``"elementwise"``.
             ``"full"`` then also recomputes elementwise operators in the layer that is being recomputed.
-        tokens: tokens of one microbatch on one batch rank, over all sequences, for which a budget holds.
+        tokens: tokens in a microbatch of one data-parallel rank, all sequences together, for which the budget of
+            :attr:`recompute` holds.
         offload_activations: keep activations that are saved for the backward pass on the CPU: ``True``, or the size of
             the smallest tensor that is offloaded, like ``"1MiB"``, the default of ``True``. Of recomputed layers, the
             input is offloaded.

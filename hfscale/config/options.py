@@ -1,4 +1,4 @@
-"""Define the user's options other than the layout, and check how they fit together."""
+"""Define the user's options other than the layout, such as precision and memory, and check that they fit together."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,14 +18,17 @@ MIXED_PRECISIONS = {
     **dict.fromkeys(("bf16", "bf16_params", "fp8"), torch.bfloat16),
     "fp16": torch.float16,
 }
-"""Name -> dtype in which forward passes compute, independent of the weights' dtype. For ``fp8`` this is the dtype
-outside 8-bit products. With ``bf16_params`` parameters are cast when they are used, and autocast is off.
+"""Map each value of ``mixed_precision`` to the dtype in which forward passes compute; ``None``: that of the weights.
+For ``fp8`` this is the dtype outside 8-bit products. With ``bf16_params`` parameters are cast when they are used, and
+autocast is off.
 """
 
 
 @dataclass(frozen=True)
 class Options:
-    """Hold the options of one run other than the layout. Raise :class:`ConfigError` for an unknown or invalid value."""
+    """Hold the options of a run other than the layout: precision, memory, routing, kernels, compilation. Raise
+    :class:`ConfigError` for an unknown or invalid value.
+    """
 
     mixed_precision: str = "no"  # a key of :data:`MIXED_PRECISIONS`
     # router and load balancing of MoE layers; ``None``: the model's own router
@@ -81,22 +84,22 @@ class Options:
 
     @property
     def scaling(self) -> GradScalerKwargs:
-        """The scaling of a float16 loss; torch's defaults if ``loss_scaling`` is ``None``."""
+        """Settings of the gradient scaler for ``"fp16"``; torch's defaults if ``loss_scaling`` is ``None``."""
         return self.loss_scaling or GradScalerKwargs()
 
     @property
     def around_products(self) -> str:
-        """Accelerate's name of the mixed precision outside 8-bit products."""
+        """The mixed precision, by Accelerate's name, of all operations except matrix products in 8 bits."""
         return "bf16" if self.mixed_precision in ("fp8", "bf16_params") else self.mixed_precision
 
     @property
     def casts_parameters(self) -> bool:
-        """Return whether parameters are cast when they are used, instead of autocast."""
+        """Return whether mixed precision casts the parameters when they are used, instead of using autocast."""
         return self.mixed_precision == "bf16_params"
 
     @property
     def products(self) -> Float8Config | None:
-        """The options of 8-bit products; ``None`` if products are not in 8 bits."""
+        """The options of matrix products in 8 bits; ``None`` unless ``mixed_precision`` is ``"fp8"``."""
         return (self.float8 or Float8Config()) if self.mixed_precision == "fp8" else None
 
     def _check_liger(self) -> None:
@@ -162,7 +165,7 @@ class Options:
             )
 
     def check_fits(self, layout: ParallelConfig) -> None:
-        """Raise :class:`ConfigError` if the layout cannot run these options."""
+        """Raise :class:`ConfigError` if the layout shards sequences, and :attr:`routing` needs full sequences."""
         routing = self.routing
         if (
             layout.cuts_sequences

@@ -16,7 +16,9 @@ from .layout import LayoutFields, check_name
 from .schedules import schedule_of
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
-"""Mesh axes, outermost first. Neighbouring ranks belong to the axis that communicates most (tensor)."""
+"""Axes of the mesh of ranks, outermost first. Ranks that differ only on the last axis (tensor) are neighbors, because
+they communicate most.
+"""
 
 UNCUT_SEQUENCES = "cp_size=1"  # remedy in error messages if sequences must not be sharded
 
@@ -24,7 +26,9 @@ _ENVIRONMENT = "PARALLELISM_CONFIG_"
 
 
 class _Size:
-    """Return the number of ranks on the mesh axis with the attribute's name: :meth:`ParallelConfig.size`."""
+    """Define the attribute of a layout that is named like a mesh axis (``layout.tp``): the number of ranks on this
+    axis.
+    """
 
     def __set_name__(self, owner: type, axis: str) -> None:
         self._axis = axis
@@ -35,7 +39,9 @@ class _Size:
 
 @dataclass
 class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
-    """Sizes of the parallel axes of one run: Accelerate's config with the fields of :class:`LayoutFields`."""
+    """Sizes of the parallel axes of one run: Accelerate's :class:`ParallelismConfig` with the additional fields of
+    :class:`LayoutFields`.
+    """
 
     pp = _Size()  # pipeline ranks
     tp = _Size()  # tensor ranks
@@ -75,7 +81,7 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
         self._fixed = True
 
     def _given(self, name: str) -> Any:
-        """Return a field's value, or the environment variable's value if the field was left out."""
+        """Return the value that the user gave to the field ``name``, or else that of its environment variable."""
         value = getattr(self, name)
         return os.environ.get(_ENVIRONMENT + name.upper()) if value is None else value
 
@@ -110,8 +116,8 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
         self.powersgd_rank = self.powersgd_rank or rank
 
     def _place_experts(self, may_add_data: bool) -> None:
-        """Check that the tensor and data ranks can be divided into groups of ``ep_size`` expert ranks, and set a
-        left-out ``dp_shard_size`` so that they can.
+        """Check that the tensor and data ranks can be divided into groups of ``ep_size`` expert ranks. With
+        ``may_add_data`` (the user gave no ``dp_shard_size``), choose a ``dp_shard_size`` with which they can.
         """
         ep = self.ep
         tp = self.tp
@@ -148,7 +154,9 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Raise :class:`ConfigError` for changes after construction: plans and meshes are made from a layout once."""
+        """Raise :class:`ConfigError` if a field is changed after construction, because plans and meshes made from the
+        layout would not change.
+        """
         if self.__dict__.get("_fixed") and name in {f.name for f in fields(self)}:
             raise ConfigError(
                 f"{name} of a layout cannot be changed: make a new one with dataclasses.replace"
@@ -160,15 +168,17 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
 
     @property
     def flushes(self) -> bool:
-        """Return whether a step of the schedule ends after the backward passes of all its microbatches (a flush)."""
+        """Return whether the pipeline schedule finishes all backward passes of a step before the weights are updated (a
+        flush).
+        """
         return self.pp == 1 or schedule_of(self.pipeline_schedule).flushes
 
     def size(self, axis: str) -> int:
-        """Return the number of ranks on ``axis`` of the mesh: one of :data:`AXES`, or an expert axis.
+        """Return the number of ranks on the mesh axis ``axis``: one of :data:`AXES`, or an axis of the experts.
 
-        Weights are sharded over context ranks too, so ``dp_shard`` includes them; the ranks of one sequence are
-        adjacent. Expert axes are another division of the ranks of the tensor and data axes: ``edp_replicate x edp_shard
-        x ep x expert_tp``.
+        ``dp_shard`` includes the context ranks, because weights are sharded over them too. Experts divide the tensor
+        and data ranks in another way, ``edp_replicate x edp_shard x ep x expert_tp``: ``edp_replicate`` and
+        ``edp_shard`` are the numbers of replicas and of data shards of each expert.
         """
         if axis == "dp_shard":
             return self.asked(axis) * self.asked("cp")
@@ -179,20 +189,18 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
         return self.asked(axis)
 
     def asked(self, axis: str) -> int:
-        """Return the field ``{axis}_size``. The product over all axes except ``ep`` is the number of processes."""
+        """Return the field ``{axis}_size`` as the user requested it."""
         return int(getattr(self, f"{axis}_size"))
 
     @property
     def expert_batches(self) -> int:
-        """The number of data-parallel batches whose tokens are sent to the same copy of an expert; 1 if ``ep_size`` is
-        1.
-        """
+        """The number of data-parallel batches whose tokens share one copy of each expert; 1 if ``ep_size`` is 1."""
         return self.ep * self.expert_tp // self.tp if self.ep > 1 else 1
 
     @property
     def slices_tokens(self) -> bool:
-        """Return whether each tensor rank sends its shard of a batch's tokens to whole experts: ``ep`` and ``tp`` are
-        above 1, and ``expert_tp`` is 1.
+        """Return whether each tensor rank sends only its shard of a batch's tokens to the experts. This is so if
+        experts are distributed over tensor ranks, and each expert is whole.
         """
         return self.ep > 1 and self.tp > 1 and self.expert_tp == 1
 
@@ -204,12 +212,14 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
 
     @cached_property
     def batch_world(self) -> int:
-        """The number of distinct batches in one step."""
+        """The number of different batches in one step: one per data-parallel rank."""
         return self.asked("dp_replicate") * self.asked("dp_shard")
 
     @cached_property
     def data_world(self) -> int:
-        """The number of data-parallel ranks, which compute different tokens: data ranks times context ranks."""
+        """The number of ranks that compute different tokens: the data-parallel ranks times the context-parallel
+        ranks.
+        """
         return self.batch_world * self.asked("cp")
 
     @property
@@ -218,17 +228,21 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
         return self.cp > 1
 
     def own_tokens(self, tokens: int) -> int:
-        """Return the largest number of tokens on one context-parallel rank, of a microbatch of ``tokens``."""
+        """Return the number of a microbatch's ``tokens`` that the context-parallel rank with most tokens computes."""
         return ceil(tokens / self.cp)
 
     def microbatches_of(self, accumulated: int) -> int:
-        """Return the number of microbatches of a step with ``accumulated`` gradient accumulation steps."""
+        """Return the number of microbatches of a step, given the number of gradient accumulation steps. In a pipeline,
+        ``num_microbatches`` has priority, and the default is one microbatch per pipeline rank.
+        """
         if self.pp == 1:
             return accumulated
         return self.num_microbatches or (accumulated if accumulated > 1 else self.pp)
 
     def describe_schedule(self) -> str:
-        """Return :meth:`describe`; with several stages, also the schedule, stages and microbatches."""
+        """Describe the layout in words, like :meth:`describe`; of a pipeline, also its schedule, stages and
+        microbatches.
+        """
         if self.pp == 1:
             return self.describe()
         # a file of a schedule is described by its name alone
@@ -237,7 +251,9 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
         return f"{self.describe()}, {name} over {self.pp * int(self.virtual_stages or 1)} stages{count}"
 
     def describe(self) -> str:
-        """Return the axes larger than 1 in words, like ``tp2 x dp_shard4``; ``one process`` if all are 1."""
+        """Describe the layout by its axes with several ranks, like ``tp2 x dp_shard4``; ``one process`` if there is
+        none.
+        """
         named = [
             f"{axis}{self.asked(axis)}"
             for axis in reversed(AXES)

@@ -26,9 +26,10 @@ class RoutingConfig(Spelled):
     are omitted. They are defined per sequence, over tokens that are not padding by the attention mask, so value and
     gradient do not depend on how a step is divided over data ranks, microbatches, tensor ranks and stages.
 
-    transformers' auxiliary loss differs: it is added once per rank and microbatch, and treats all layers like one
-    layer. If experts are balanced, it is ``k`` (experts per token) in total, while hfscale's loss is 1 per layer.
-    Coefficient ``c`` of transformers' loss corresponds to about ``balance_loss=c * k / L`` for ``L`` layers.
+    transformers' auxiliary loss differs from ``balance_loss``: it is added once per rank and microbatch, and treats
+    all layers like one layer. If experts are balanced, it is ``k`` (experts per token) in total, while hfscale's loss
+    is 1 per layer. A coefficient ``c`` of transformers' loss corresponds to about ``balance_loss=c * k / L`` for ``L``
+    layers.
 
     Attributes:
         router: ``"model"``: the model's own router. ``"switch"``: the best expert, weighted by its probability (Fedus
@@ -36,9 +37,9 @@ class RoutingConfig(Spelled):
             (Lepikhin et al. 2020). ``"noisy_topk"``: the best experts after noise is added to the logits, as many as
             the model's router chooses (Shazeer et al. 2017). The size of the noise is given and not learned, since
             checkpoints have no weights for it.
-        capacity_factor: capacity of each expert for the tokens of a sequence, in multiples of the mean load ``k *
-            tokens / experts``; further tokens are dropped. ``None``: 1.25 for ``switch``, 1 for ``gshard``, no limit
-            otherwise. ``math.inf``: no limit.
+        capacity_factor: the most tokens of a sequence that an expert accepts, as a multiple of the mean over experts,
+            ``k * tokens / experts`` with ``k`` experts per token; further tokens are dropped. ``None``: 1.25 for
+            ``switch``, 1 for ``gshard``, no limit otherwise. ``math.inf``: no limit.
         balance_loss: coefficient of the load-balancing loss (Fedus et al. 2021), computed per sequence (DeepSeek-AI
             2024, V3), summed over layers.
         balance_scores: scores in the load-balancing loss: ``"softmax"`` or normalized ``"sigmoid"`` of the logits;
@@ -83,7 +84,7 @@ class RoutingConfig(Spelled):
 
     @property
     def capacity(self) -> float | None:
-        """The capacity factor; ``None`` for no limit."""
+        """The capacity factor that is used: the given one, or the router's default; ``None`` if there is no limit."""
         chosen = (
             _OWN_CAPACITY.get(self.router) if self.capacity_factor is None else self.capacity_factor
         )
@@ -91,20 +92,22 @@ class RoutingConfig(Spelled):
 
     @property
     def has_loss(self) -> bool:
-        """Return whether router losses are added to the model's loss."""
+        """Return whether these options add a loss (load balancing or z-loss) to the model's loss."""
         return bool(self.balance_loss or self.z_loss)
 
     @property
     def needs_logits(self) -> bool:
-        """Return whether the router's logits are needed."""
+        """Return whether these options need the router's logits: for hfscale's own routers, and for losses."""
         return self.router != "model" or self.has_loss
 
     @property
     def needs_tokens(self) -> bool:
-        """Return whether routing needs to know the sequence and position of each token, or which tokens are padding."""
+        """Return whether these options need to know of each token which sequence it is in, at which position, and
+        whether it is padding.
+        """
         return self.needs_logits or self.capacity is not None or bool(self.bias_update_rate)
 
     @property
     def draws(self) -> bool:
-        """Return whether routes depend on random numbers in training."""
+        """Return whether the router chooses experts by random numbers in training."""
         return self.router in ("gshard", "noisy_topk")

@@ -1,5 +1,5 @@
-"""Describe pipeline schedules, and list other named choices, without importing torch, so that the CLI starts
-quickly.
+"""Describe pipeline schedules, and list the accepted names of other options, without importing torch, so that the
+command line starts quickly.
 """
 
 from collections.abc import Callable
@@ -22,18 +22,20 @@ _MANY = 1 << 16
 
 
 def nothing_older(pp_size: int, rank: int) -> tuple[int, int]:
-    """Return ``(0, 1)``: a rank keeps no older versions of weights, and one set of gradients."""
+    """Return the numbers of older versions of the weights (0) and of sets of gradients (1) that a rank keeps, for
+    schedules in which all microbatches of a step use the same weights.
+    """
     return 0, 1
 
 
 def fits_all(plan: Any, options: Any) -> None:
-    """Accept every plan."""
+    """Do nothing: the check of a schedule that supports every plan and all options."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Describe a pipeline schedule: the numbers of stages and microbatches that it supports, and the weights that it
-    keeps of earlier steps.
+    """Describe a pipeline schedule: the numbers of stages and microbatches that it supports, and how many older
+    versions of the weights a rank keeps.
     """
 
     stages_per_rank: range = _ONE  # supported numbers of stages per rank
@@ -51,12 +53,17 @@ class Schedule:
     # own batch
     flushes: bool = True
     order: Callable[[int, int, int], Any] | None = None
-    """``(pp_size, num_microbatches, steps)`` -> the order of passes, for schedules without a row in
-    :mod:`hfscale.parallel.pipeline.orders`."""
+    """Function ``(pp_size, num_microbatches, steps)`` that returns the order of the forward and backward passes;
+    ``None`` for schedules whose order :mod:`hfscale.parallel.pipeline.orders` defines.
+    """
     kept: Callable[[int, int], tuple[int, int]] = nothing_older
-    """``(pp_size, rank)`` -> numbers of older versions of the weights, and of sets of gradients, that a rank keeps."""
+    """Function ``(pp_size, rank)`` that returns how many older versions of the weights, and how many sets of gradients,
+    a pipeline rank keeps.
+    """
     check: Callable[[Any, Any], None] = fits_all
-    """Raises an error for a :class:`~hfscale.plan.Plan` and ``Options`` that the schedule does not support."""
+    """Function that raises an error for a :class:`~hfscale.plan.Plan` and ``Options`` that the schedule does not
+    support.
+    """
 
 
 _SCHEDULES = {
@@ -79,16 +86,18 @@ def schedule_names() -> tuple[str, ...]:
 
 
 def schedule_of(name: Any) -> Schedule:
-    """Return the description of a schedule by name. For a CSV file, any number of stages per rank is allowed."""
+    """Return the description of the schedule ``name``. If no schedule has this name, it is a CSV file, for which any
+    number of stages per rank is allowed.
+    """
     return _SCHEDULES.get(str(name)) or provided("schedules", str(name)) or _OF_A_FILE
 
 
 def spelled(schedule: Any) -> Any:
-    """Return a known schedule's name in lower case (``1F1B`` -> ``1f1b``), and other values unchanged."""
+    """Return ``schedule`` in lower case if it is the name of a schedule (``1F1B`` -> ``1f1b``), otherwise unchanged."""
     known = isinstance(schedule, str) and schedule.lower() in schedule_names()
     return schedule.lower() if known else schedule
 
 
 def gradient_compressions() -> tuple[str, ...]:
-    """Return the names of gradient compressions between replicas; those of extensions come last."""
+    """Return the names of the methods that compress gradients between replicas; methods of extensions come last."""
     return ("no", "bf16", "fp16", *added("gradient_compressions"))

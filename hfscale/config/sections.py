@@ -1,4 +1,4 @@
-"""Define the options that are recipe sections with several fields."""
+"""Define the recipe sections ``routing``, ``memory`` and ``float8``, which become arguments of the model."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ SECTIONS: dict[str, type] = {
     "memory": MemoryConfig,
     "float8": Float8Config,
 }
-"""Argument of :func:`hfscale.from_pretrained` -> the class whose fields are the keys of the recipe section."""
+"""Map each recipe section, which is also an argument of :func:`hfscale.from_pretrained`, to the class of its fields."""
 
 ESTIMATED_PRECISIONS = ("no", "bf16", "bf16_params", "fp8")
 """Values of ``mixed_precision`` for which bytes and seconds can be estimated without a GPU."""
@@ -21,7 +21,8 @@ ESTIMATED_PRECISIONS = ("no", "bf16", "bf16_params", "fp8")
 
 @dataclass
 class OptionSections:
-    """Hold the recipe sections that become arguments of the model; keys are the fields of the classes.
+    """Hold the recipe sections that become arguments of the model; the keys of each section are the fields of its
+    class.
 
     Attributes:
         routing: router and load balancing of MoE layers, :class:`hfscale.RoutingConfig`.
@@ -34,8 +35,8 @@ class OptionSections:
     float8: dict[str, Any] = field(default_factory=dict)
 
     def sections(self, mixed_precision: str) -> dict[str, Any]:
-        """Return the model arguments that the sections set. Raise :class:`ConfigError` for a section that has no effect
-        with ``mixed_precision``.
+        """Return the arguments of :func:`hfscale.from_pretrained` that these sections set. Raise :class:`ConfigError`
+        if ``float8`` is set and ``mixed_precision`` is not ``"fp8"``.
         """
         if self.float8 and mixed_precision != "fp8":
             raise ConfigError(

@@ -1,1 +1,3 @@
-"""Estimate the cost of a run: models of bytes and seconds, and tools that use these models."""
+"""Estimate the bytes that ranks hold and the seconds of a step, without running the model, and search for layouts with
+these estimates.
+"""

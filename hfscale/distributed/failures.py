@@ -47,7 +47,7 @@ _ENDING = 5.0  # seconds that a process may take to end once its connections are
 
 @dataclass(frozen=True)
 class Failure:
-    """Describe how a rank failed."""
+    """Describe how a rank failed: by an error, by the end of its process, or by a lost connection to another rank."""
 
     rank: int
     # ``"error"``: the rank raised an error; ``"gone"``: its process ended or its machine was lost; ``"echo"``: the rank
@@ -57,21 +57,25 @@ class Failure:
 
 
 class Process(NamedTuple):
-    """Identify a rank's process. Processes with equal ``machine`` can look each other up under ``/proc``."""
+    """Identify the process of a rank. A process can look up another one under ``/proc`` if both have the same
+    ``machine``.
+    """
 
     machine: str
     pid: int
 
     @classmethod
     def own(cls) -> "Process":
-        """Return the identity of the current process."""
+        """Return the machine and process id of the current process."""
         try:
             return cls(f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}", os.getpid())
         except OSError:  # not on Linux
             return cls("", os.getpid())
 
     def how_it_ended(self, seconds: float = _ENDING) -> str | None:
-        """Return the signal or exit code with which the process ended, ``""`` if unknown, ``None`` if it still runs."""
+        """Return the signal or exit code with which the process ended, ``""`` if it is unknown, ``None`` if the process
+        still runs after ``seconds``.
+        """
         if not self.machine or self.machine != Process.own().machine:
             return ""
         end = time.monotonic() + seconds
@@ -90,7 +94,7 @@ class Process(NamedTuple):
 
 
 def is_wanted() -> bool:
-    """Return whether ranks report failures to each other: by default if a launcher started them."""
+    """Return whether ranks report failures to each other. By default they do if a launcher started them."""
     return os.environ.get(SWITCH, "1" if "RANK" in os.environ else "0") != "0"
 
 
@@ -127,7 +131,9 @@ def share_failures(group: dist.ProcessGroup | None) -> "Reporter | None":
 
 
 class Reporter(threading.Thread):
-    """Wait in a thread for the first failure of any rank, and report the error that ends this rank."""
+    """Wait in a thread for the first failure of any rank, which ends this process too, and report the error that ends
+    this rank.
+    """
 
     def __init__(
         self,
@@ -153,9 +159,10 @@ class Reporter(threading.Thread):
         self.start()
 
     def report(self, error: BaseException) -> bool:
-        """Report the error that ends this process; return whether this rank failed first.
+        """Report the error that ends this process to rank 0; return whether this rank failed before all others.
 
-        If the error is only a lost connection to another rank, this process may end inside the call.
+        If the error is only a lost connection to another rank, which has failed, the report may end this process before
+        it returns.
         """
         lost = is_connection_lost(error)
         self._failing = not lost
@@ -174,7 +181,7 @@ class Reporter(threading.Thread):
         return self.first is None or self.first.rank == self.rank
 
     def run(self) -> None:
-        """Wait for the first failure, or for the end of rank 0."""
+        """Wait for the first failure of any rank; if it is another rank's failure, print it and end this process."""
         line = b""
         with suppress(OSError):
             line = _first_line(self._connection)
@@ -194,7 +201,9 @@ class Reporter(threading.Thread):
         self._heard.set()
 
     def stop(self) -> None:
-        """Report that this rank ends well, unless it reported a failure; rank 0 also stops listening."""
+        """Tell rank 0 that this rank ends without a failure, unless one was reported; on rank 0, also stop
+        listening.
+        """
         self._stopped = True
         with suppress(OSError):
             self._connection.sendall(_BYE)
@@ -207,12 +216,16 @@ _connected: list[Reporter] = []
 
 
 def tell_others(error: BaseException) -> bool | None:
-    """Report an error that the program catches: see :meth:`Reporter.report`. Return ``None`` if reports are off."""
+    """Report an error to all ranks although the program catches it. Return whether this rank failed first, as
+    :meth:`Reporter.report` does; ``None`` if reports are off.
+    """
     return _connected[0].report(error) if _connected else None
 
 
 def explained(error: BaseException) -> str:
-    """Return an extension's explanation of what held memory if ``error`` is an out-of-memory error, else ``""``."""
+    """Return a text that tells what held the memory, if ``error`` is an out-of-memory error and an extension explains
+    such errors; otherwise ``""``.
+    """
     if not (isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY in str(error)):
         return ""
     try:
@@ -223,7 +236,9 @@ def explained(error: BaseException) -> str:
 
 
 def explain_memory_errors() -> None:
-    """Print what held memory after the traceback of an out-of-memory error that ends this process."""
+    """Install a hook for out-of-memory errors that end this process: after the traceback, it prints what held the
+    memory.
+    """
     # The explanation is made before other ranks receive the failure, because the launcher then ends this process.
     at_an_uncaught_error(explained, _print_behind)
 
@@ -234,7 +249,8 @@ def _print_behind(text: str) -> None:
 
 
 class _Listener(threading.Thread):
-    """Receive failures on rank 0, at the address ``place``, and send the first failure to all ranks.
+    """Receive the failures of all ranks in a thread of rank 0, and send the first failure to every rank. :attr:`place`
+    is the host, port and secret token with which ranks connect.
 
     After one failure is received, wait a moment, because another rank may have failed earlier.
     """
@@ -254,7 +270,7 @@ class _Listener(threading.Thread):
         os.register_at_fork(after_in_child=self._close)
 
     def run(self) -> None:
-        """Receive failures until the first one is known."""
+        """Receive failures until it is known which rank failed first, then send this failure to all ranks."""
         failures: list[Failure] = []
         with selectors.DefaultSelector() as selector:
             selector.register(self._server, selectors.EVENT_READ)
@@ -278,7 +294,9 @@ class _Listener(threading.Thread):
         self.send_line(_line(asdict(first)))
 
     def send_line(self, line: bytes) -> None:
-        """Send a line to all ranks. Rank 0 is the last, because its own reporter may end this process."""
+        """Send a line of text to all ranks. Rank 0, to which this process belongs, is the last, because the line may
+        end the process.
+        """
         for connection in sorted(self._ranks, key=self._ranks.__getitem__, reverse=True):
             with suppress(OSError):
                 connection.sendall(line)
@@ -326,8 +344,9 @@ class _Listener(threading.Thread):
 def _failure_of_lost_rank(
     rank: int, processes: list[Process], said_bye: bool = False
 ) -> Failure | None:
-    """Return the failure of a rank whose connection has ended; ``None`` if the rank still runs, ended well, or said
-    good-bye.
+    """Return the failure of a rank whose connection has ended; ``None`` if its process still runs, or ended with exit
+    code 0. ``said_bye`` tells that the rank announced its end; then a process whose exit code is unknown has not failed
+    either.
     """
     how = processes[rank].how_it_ended(math.inf if said_bye else _ENDING)
     if (
@@ -344,7 +363,7 @@ def _line(values: dict[str, Any]) -> bytes:
 
 
 def _first_line(connection: socket.socket) -> bytes:
-    """Return the first line of a connection and read no byte after it; empty if the connection has ended."""
+    """Return the first line that a connection sends, and read no byte after it; empty if the connection has ended."""
     line = b""
     # No makefile(), which would keep the connection open in forked processes.
     while not line.endswith(b"\n"):
@@ -355,7 +374,9 @@ def _first_line(connection: socket.socket) -> bytes:
 
 
 def _kept_alive(connection: socket.socket) -> socket.socket:
-    """Set keepalive options, so that the system notices within seconds that the other machine is gone."""
+    """Set TCP keepalive options on a connection, so that the system notices within seconds that the other machine is
+    gone.
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", 2),

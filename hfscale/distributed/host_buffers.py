@@ -1,4 +1,4 @@
-"""Reuse pinned host buffers, copy on streams in both directions, and pack many tensors into one buffer.
+"""Reuse pinned host buffers, copy from and to a device on separate streams, and pack many tensors into one buffer.
 
 A copy into a buffer waits on the event of the last copy that read the buffer, and a reader waits for the copy that
 filled it. On a CPU device the copies run synchronously in plain memory, and the streams do nothing.
@@ -25,10 +25,12 @@ Item = TypeVar("Item")
 
 
 class HostBuffers:
-    """Hold pinned buffers for copies from a device, and the device's streams outward (to the host) and inward.
+    """Hold pinned host buffers for one device, and two streams for copies: from the device to the host
+    (:attr:`outward`), and from the host to the device (:attr:`inward`).
 
-    A buffer is as large as its first tensor, while torch's own pinned memory rounds up to a power of two. When the
-    buffers together exceed the peak use by more than a quarter, free buffers are released, the oldest first.
+    A buffer is as large as its first tensor, while torch's own pinned memory rounds up to a power of two. When all
+    buffers are together more than a quarter larger than the most that were in use at once, free buffers are released,
+    the oldest first.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,7 +41,9 @@ class HostBuffers:
         ] = []  # free buffers, each with the event of the last copy that read it; the oldest first
 
     def take(self, size: int) -> Tensor:
-        """Return a buffer of at least ``size`` bytes; copies on the outward stream wait for its last read."""
+        """Return a buffer of at least ``size`` bytes. Copies from the device into it wait until its last reader has
+        finished.
+        """
         sizes = [(len(each), place) for place, (each, _) in enumerate(self._free)]
         if fitting := [each for each in sizes if size <= each[0] <= _SPARE * size]:
             buffer, read = self._free.pop(min(fitting)[1])
@@ -58,11 +62,15 @@ class HostBuffers:
         return buffer
 
     def give(self, buffer: Tensor, read: Any) -> None:
-        """Take back a buffer whose last reader is the copy before the event ``read``; callable on any thread."""
+        """Take back a buffer for reuse after the event ``read``, which is recorded after the last copy out of it;
+        callable on any thread.
+        """
         self._free.append((buffer, read))
 
     def copy_out(self, targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
-        """Start copying device ``tensors`` into the host ``targets``; return an event recorded after the copies."""
+        """Start copying the device's ``tensors`` into ``targets`` on the host; return an event that is recorded after
+        the copies.
+        """
         self.outward.wait_stream(self.module.current_stream(self.device))
         with self.module.stream(self.outward):
             for target, tensor in zip(targets, tensors, strict=True):
@@ -70,7 +78,7 @@ class HostBuffers:
             return self.mark(self.outward)
 
     def mark(self, stream: Any) -> Any:
-        """Return an event recorded after the work queued on a stream so far."""
+        """Return an event that occurs when the work queued on ``stream`` so far is done."""
         event = self.module.Event()
         event.record(stream)
         return event
@@ -78,18 +86,22 @@ class HostBuffers:
 
 @cache
 def buffers_of(device: torch.device) -> HostBuffers:
-    """Return the buffers of a device."""
+    """Return the host buffers for a device; there is one :class:`HostBuffers` per device."""
     return HostBuffers(device)
 
 
 def bytes_before(forms: Sequence[Form]) -> list[int]:
-    """Return the byte offset of each tensor in one buffer and, as the last entry, the buffer's size."""
+    """Return the byte offset of each tensor in one buffer and, as the last entry, the buffer's size. ``forms`` are the
+    shapes and dtypes of the tensors.
+    """
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in forms]
     return list(accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
 
 
 def views_of(flat: Tensor, forms: Sequence[Form]) -> list[Tensor]:
-    """Return views, one per form, of the tensors that are stored one after the other in a buffer of bytes."""
+    """Return the tensors that are stored one after the other in a buffer of bytes, as views. ``forms`` are their shapes
+    and dtypes.
+    """
     return [
         flat[start : start + prod(shape) * dtype.itemsize].view(dtype).view(torch.Size(shape))
         for start, (shape, dtype) in zip(bytes_before(forms), forms, strict=False)
@@ -101,7 +113,9 @@ def in_one_buffer(
     forms: Sequence[Form],
     pin_memory: bool = False,
 ) -> Tensor:
-    """Return one buffer of bytes on the tensors' device that holds the tensors, cast to the dtypes of ``forms``."""
+    """Copy tensors one after the other into a new buffer of bytes on their device; each is cast to the dtype in
+    ``forms``, which are shapes and dtypes.
+    """
     size = bytes_before(forms)[-1]
     device = tensors[0].device
     flat = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pin_memory)
@@ -113,7 +127,9 @@ def in_one_buffer(
 def buckets(
     items: Iterable[Item], size_of: Callable[[Item], int], most: int
 ) -> Iterator[list[Item]]:
-    """Split items into runs of consecutive items with at most ``most`` bytes; a larger item is a run of its own."""
+    """Divide ``items`` into groups of consecutive items with at most ``most`` bytes together; a larger item is a group
+    of its own.
+    """
     bucket = list[Item]()
     filled = 0
     for item in items:

@@ -1,4 +1,4 @@
-"""Hold the device mesh: the ranks of each axis and the process groups of one rank."""
+"""Define the device mesh of a layout: which ranks are on each axis, and the process groups of one rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,9 @@ from .processes import Pair
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep", "tp")
-"""Axes of the expert mesh: the same ranks in the same order; ``tp`` has size 1 if experts are not sharded over it."""
+"""Axes by which experts divide the ranks of a run, in the same order of ranks as the axes of other weights. ``tp`` has
+size 1 if experts are not sharded over tensor ranks.
+"""
 
 
 @dataclass(frozen=True)
@@ -91,14 +93,18 @@ class Mesh:
         return [group for group in map(self.group, axes) if group is not None]
 
     def view(self, cuts: Sequence[Cut]) -> tuple[DeviceMesh | None, dict[str, int]]:
-        """Return the device mesh for a parameter with these ``cuts``, and this rank's coordinates in it."""
+        """Return the device mesh over which a parameter is sharded that ``cuts`` describe (for experts, the expert
+        mesh), and this rank's coordinates in the mesh.
+        """
         if not any(cut.axis == "ep" for cut in cuts):
             return self.device_mesh, {axis: self.ranks[axis] for axis in MESH_AXES}
         ranks = {axis: self.ranks[axis] for axis in EXPERT_AXES}
         return self.expert_mesh, ranks if self.layout.expert_tp > 1 else {**ranks, "tp": 0}
 
     def free_axes(self, cuts: Sequence[Cut]) -> list[str]:
-        """Return the axes within a stage along which ranks hold replicas of a parameter with these ``cuts``."""
+        """Return the axes, other than pipeline, along which ranks hold the same shard of a parameter; ``cuts`` describe
+        how it is sharded.
+        """
         cut = {"pp", *(cut.axis for cut in cuts)}
         return [axis for axis in self.view(cuts)[1] if axis not in cut]
 
@@ -108,11 +114,11 @@ class Mesh:
         ranks: dict[str, int],
         stage: int,
     ) -> int:
-        """Return the first global rank, on pipeline rank ``stage``, that holds a parameter's shard at ``ranks``.
+        """Return the first global rank, on pipeline rank ``stage``, that holds a given shard of a parameter.
 
         Args:
-            cuts: the parameter's cuts.
-            ranks: the shard's coordinate on each cut axis.
+            cuts: how the parameter is sharded: the dim and the axis of each division.
+            ranks: the shard's coordinate on each axis over which the parameter is sharded.
             stage: the pipeline rank.
         """
         device_mesh, _ = self.view(cuts)
@@ -124,7 +130,9 @@ class Mesh:
 
     @cached_property
     def _tables(self) -> dict[DeviceMesh, Any]:
-        """The global ranks of both meshes as NumPy arrays, which are indexed much faster than tensors."""
+        """The global ranks of the device mesh and of the expert mesh as NumPy arrays, which are indexed much faster
+        than tensors.
+        """
         return {
             mesh: mesh.mesh.numpy()
             for mesh in (self.device_mesh, self.expert_mesh)
@@ -132,15 +140,15 @@ class Mesh:
         }
 
     def largest(self, *numbers: float) -> list[Any]:
-        """Return, for each of ``numbers``, its maximum over all ranks; a collective over gloo."""
+        """Return the maximum over all ranks of each of ``numbers``; a collective on the CPU, over gloo."""
         largest = torch.tensor(numbers)
         if self.control is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX, self.control)
         return largest.tolist()
 
     def all_gather_object(self, value: Any, failure: str = "") -> list[Any]:
-        """Return every rank's ``value``; collective. If any rank passes a ``failure``, all ranks raise
-        :class:`RankFailedError`.
+        """Return every rank's ``value``; collective. If any rank passes a text as ``failure``, all ranks raise
+        :class:`RankFailedError` with it.
         """
         every: list[Any] = [(value, failure)]
         if self.control is not None:
@@ -154,19 +162,25 @@ class Mesh:
 
     @cached_property
     def batch_groups(self) -> list[dist.ProcessGroup]:
-        """The groups whose all-reduces, run one after the other, sum over all distinct batches."""
+        """The groups for a sum over all different batches: all-reduces over them, one after the other, count each batch
+        once.
+        """
         if self.context is None:
             return self.loss_groups
         return [*filter(None, [self.whole_sequences]), *self.groups("dp_replicate")]
 
     @cached_property
     def loss_groups(self) -> list[dist.ProcessGroup]:
-        """The groups over which losses and counts of labels and tokens are summed: all ranks with different tokens."""
+        """The groups over which losses and numbers of tokens are summed; together they contain all ranks with different
+        tokens.
+        """
         return self.groups("dp_shard", "dp_replicate")
 
     @cached_property
     def groups_of_terms(self) -> list[dist.ProcessGroup]:
-        """The groups over which a step's loss is reduced: :attr:`loss_groups`, and the group of pipeline stages."""
+        """The groups over which the terms of a step's loss are summed: :attr:`loss_groups`, and the group of pipeline
+        ranks.
+        """
         return [*self.loss_groups, *self.groups("pp")]
 
     @property
@@ -181,8 +195,8 @@ class Mesh:
 
     @property
     def rank_in_stage(self) -> int:
-        """This rank's index among the ranks of its stage that receive the same batch; these ranks hold different
-        shards.
+        """This rank's index among the ranks that compute the same batch in the same pipeline stage: its context and
+        tensor ranks.
         """
         return self.cp_rank * self.layout.tp + self.ranks["tp"]
 
@@ -193,15 +207,19 @@ class Mesh:
 
     @property
     def batch_rank(self) -> int:
-        """The index of this rank's distinct batch."""
+        """The index of this rank's batch among the different batches of a step; ranks that differ only in pipeline,
+        context or tensor rank have the same batch.
+        """
         return self.data_rank // self.layout.cp
 
     @property
     def batch_world(self) -> int:
-        """The number of distinct batches in one step."""
+        """The number of different batches in one step; ranks that differ only in pipeline, context or tensor rank have
+        the same batch.
+        """
         return self.layout.batch_world
 
     @cached_property
     def data_world(self) -> int:
-        """The number of ranks with different tokens, over which the data axes average gradients."""
+        """The number of ranks with different tokens: gradients are averaged over them."""
         return self.layout.data_world

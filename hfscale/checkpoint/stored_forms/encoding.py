@@ -58,7 +58,9 @@ class QuantizedAgain:
         }
 
     def layout(self, plain: Mapping[str, Any]) -> dict[str, Shaped]:
-        """Return the shape and dtype of every tensor to write; raise :class:`CheckpointError` if names differ."""
+        """Return the shape and dtype of every tensor that a save writes for ``plain``, the model's dequantized tensors
+        by name. Raise :class:`CheckpointError` if a quantized weight of the checkpoint has another name in the model.
+        """
         result: dict[str, Shaped] = {}
         strange = [key for key in plain if key not in self._weights and key not in self._stored]
         lost = [key for key in self._weights if key not in plain]
@@ -76,8 +78,8 @@ class QuantizedAgain:
         return result
 
     def made_of(self, key: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the tensors to write, by name, for the tensor ``key`` of a plain checkpoint: if the weight is stored
-        quantized, its values and scales, otherwise the tensor itself.
+        """Return, by name, the tensors that a save writes for the model's tensor ``key``: values and scales if the
+        checkpoint stores this weight quantized, otherwise only ``tensor``.
         """
         if key not in self._weights:
             return {key: tensor.to(self._stored[key].dtype) if key in self._stored else tensor}
@@ -326,7 +328,9 @@ def _integers(blocks: Tensor, most: Tensor, top: int, like: Codes) -> Codes:
 
 
 def _e2m1(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return the nearest E2M1 codes; of two equally near codes, the even one."""
+    """Return the 4-bit E2M1 code nearest to each value of ``blocks`` divided by its block's scale. If two codes are
+    equally near, return the even code.
+    """
     scales = torch.where(scales > 0, scales.float(), 1.0)[:, None, :, None]
     size = (blocks / scales).abs()
     codes = (size > 0.25).to(torch.uint8) + (size >= 0.75) + (size > 1.25) + (size >= 1.75)
@@ -339,7 +343,9 @@ def _power(exponents: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return 8-bit floating-point numbers as bytes, which ``torch.where`` supports; return other tensors unchanged."""
+    """View a tensor of 8-bit floating-point numbers as ``uint8``, because ``torch.where`` supports no 8-bit floats;
+    return any other tensor unchanged.
+    """
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 

@@ -1,13 +1,13 @@
-"""Define the quantization formats of checkpoints (*forms*) in a table with one entry per format.
+"""Define how checkpoints store quantized weights: one entry (:class:`Form`) per quantization format.
 
 ======================  ===========================================================  ==================================
-form                    tensors of ``NAME.weight``                                   who writes it
+quantization format     stored tensors of the weight ``NAME.weight``                 who writes it
 ======================  ===========================================================  ==================================
-FP8                     ``weight``, ``weight_scale_inv`` (blocks or one)             DeepSeek, Qwen, GLM, MiniMax
-  tables                ``weight``, ``weight_scale`` (one)                           Qwen4-Exp (embeddings)
+FP8                     ``weight``, ``weight_scale_inv`` (per block, or one scale)   DeepSeek, Qwen, GLM, MiniMax
+  embeddings            ``weight``, ``weight_scale`` (one scale)                     Qwen4-Exp
 MXFP4                   ``..._blocks``, ``..._scales``, transposed                   gpt-oss (experts)
 compressed-tensors      ``weight``, ``weight_scale``, ``weight_zero_point``          FP8 and INT8 of llm-compressor
-  integers in words     ``weight_packed``, ``weight_scale``, ``weight_shape``        Kimi (INT4 experts)
+  packed into int32     ``weight_packed``, ``weight_scale``, ``weight_shape``        Kimi (INT4 experts)
   NVFP4, MXFP4          ``weight_packed``, ``weight_scale``, ``weight_global_scale`` llm-compressor
 bitsandbytes, 8 bits    ``weight``, ``SCB``                                          transformers
 torchao                 ``_weight_qdata``, ``_weight_scale``, ``_weight_zero_point`` transformers (INT8, FP8, INT4)
@@ -33,7 +33,9 @@ Found = Mapping[str, TensorOnDisk]  # the stored tensors of one weight, by their
 
 @dataclass(frozen=True)
 class Form:
-    """Describe one quantization format: the names of a weight's tensors, and how they are dequantized."""
+    """Describe one quantization format: the names of the tensors that make up a weight, and how the weight is
+    dequantized.
+    """
 
     scales: str  # suffix of the names of scales, by which quantized weights are found
     values: str  # suffix of the name of the values, which replaces the suffix of the scales
@@ -201,7 +203,9 @@ FORMS[GEMMA] = (
     Form(".weight_scale", ".weight", ".weight", _gemma, _CALIBRATED),
     Form(".embedding_scale", ".embedding_quantized", ".weight", _gemma, {}),
 )
-"""Map transformers' name of a quantization method to its forms; the first form that fits a weight is used."""
+"""Map the name of each quantization method to the ways (:class:`Form`) in which checkpoints store its weights. For each
+weight, the first way whose tensor names match is used.
+"""
 
 _ENDINGS = (".weight", "_proj", "_packed", "_blocks", "_qdata", "_quantized")
 _CODES = {torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32}
@@ -210,8 +214,8 @@ _CODES = {torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch
 def as_plain(
     stored: Mapping[str, TensorOnDisk], described: StoredForm | None
 ) -> dict[str, TensorOnDisk]:
-    """Replace stored tensors in the quantization format ``described`` by lazy plain tensors; raise if a weight's
-    tensors do not fit together.
+    """Return a checkpoint's tensors, by name, with every weight in the quantization format ``described`` replaced by a
+    lazy dequantized tensor. Raise :class:`CheckpointError` if a weight's scales are missing or have the wrong shape.
     """
     return dict(stored) if described is None else _dequantized(stored, described)
 
@@ -262,7 +266,9 @@ def _dequantized(
 
 
 def in_the_file(key: str, tensor: TensorOnDisk) -> dict[str, TensorOnDisk]:
-    """Return the stored tensors that make up a tensor of a plain checkpoint, by name: values and scales."""
+    """Return, by name, the tensors that a checkpoint stores for ``tensor``: values and scales if it is a quantized
+    weight, otherwise only the tensor ``key``.
+    """
     if not isinstance(tensor, DequantizedOnDisk):
         return {key: tensor}
     return {name: source for name, (_, source) in tensor.stored_as.items()}
@@ -273,7 +279,9 @@ def load_weights_as(
     targets: Mapping[str, Destination],
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
-    """Set the dtype and arithmetic of each lazy weight: the dtype of its parameter, and transformers' operations."""
+    """Set, for every lazy quantized weight, the dtype to which it is dequantized (that of its parameter in the model),
+    and whether transformers merges it with other weights into one parameter, for which it dequantizes differently.
+    """
     for key, tensor in stored.items():
         if isinstance(tensor, DequantizedOnDisk):
             found = targets[key]
@@ -281,7 +289,9 @@ def load_weights_as(
 
 
 def _matrices(tensor: TensorOnDisk, values: TensorOnDisk) -> TensorOnDisk:
-    """Return scales (one number, one per row or matrix, or a grid) as a view with as many dims as the values."""
+    """Return the scales of quantized ``values`` as a view with as many dims as the values; they may be one scale, one
+    per row, one per matrix, or a grid of blocks.
+    """
     missing = len(values.shape) - len(tensor.shape)
     if not missing:
         return tensor
@@ -300,8 +310,9 @@ def _grid(
     shape: tuple[int, ...],
     block: tuple[int, int] | None = None,
 ) -> StoredPart:
-    """Return the scales with the size of their blocks in each dim: ``block`` if it gives the stored number of scales,
-    otherwise the weight's size divided by this number.
+    """Return the scales of the weight ``key`` with the number of rows and of columns that share a scale: those of
+    ``block`` if they agree with the number of stored scales, otherwise the weight's size divided by the number of
+    scales.
     """
     along = []
     for dim, size, wanted in zip(

@@ -1,4 +1,4 @@
-"""Read ``quantization_config`` in ``config.json``, which describes weights that a checkpoint stores quantized."""
+"""Read ``quantization_config`` from a checkpoint's ``config.json``, which tells how its weights are quantized."""
 
 import json
 import re
@@ -15,13 +15,13 @@ from ...plan.quantized import AS_STORED
 OF_GGUF = "gguf"
 """Transformers' name of the quantization method of GGUF files."""
 INT8 = "llm_int8"
-"""Hfscale's name of bitsandbytes' 8 bits, which is a separate method in a file."""
+"""Hfscale's name of bitsandbytes' 8-bit method; transformers uses ``"bitsandbytes"`` for both 4 and 8 bits."""
 TORCHAO = "torchao"
 GEMMA = "gemma"
 READ = ("fp8", "mxfp8", "mxfp4", "compressed-tensors", INT8, TORCHAO, GEMMA)
-"""Transformers' names of the methods whose weights hfscale can dequantize."""
+"""Names of the quantization methods of checkpoints whose weights hfscale can dequantize."""
 ENCODED = READ[:4]
-"""List the methods in which a save quantizes again."""
+"""Names of the quantization methods in which hfscale can also write weights."""
 _TORCHAO_TYPES = {
     "Int8WeightOnlyConfig",
     "Int8DynamicActivationInt8WeightConfig",
@@ -50,7 +50,9 @@ _INSTEAD = (
 
 @dataclass(frozen=True)
 class Scheme:
-    """Describe the properties of a quantized weight that cannot be read from its stored tensors."""
+    """Describe how a weight is quantized, as far as its stored tensors do not tell: bits per number, and how many
+    numbers share a scale.
+    """
 
     bits: int = 4  # bits per number
     group: int = 0  # consecutive numbers of a row with one scale; 0: the whole row
@@ -61,13 +63,15 @@ class Scheme:
 
 @dataclass(frozen=True)
 class StoredForm:
-    """Describe a checkpoint's quantization format: transformers' name of the method, and the config's values."""
+    """Describe a checkpoint's quantization format: the name of the quantization method, and the fields of
+    ``quantization_config``.
+    """
 
     method: str
     values: Mapping[str, Any] = field(repr=False)
 
     def scheme(self, name: str) -> Scheme:
-        """Return how the weight whose stored names begin with ``name`` is quantized."""
+        """Return how the weight ``name`` (without the ending ``.weight``) is quantized."""
         if self.method == GEMMA:
             return Scheme(bits=self._bits_of_gemma(name))
         if self.method != "compressed-tensors":
@@ -85,14 +89,16 @@ class StoredForm:
         )
 
     def _bits_of_gemma(self, name: str) -> int:
-        """Return the bits of a module: from the first pattern that matches its name, or the default."""
+        """Return the bits per weight of the module ``name`` in a Gemma checkpoint: those of the first pattern in
+        ``module_quant_configs`` that matches the name, or the config's default.
+        """
         own: dict[str, dict[str, Any]] = self.values.get("module_quant_configs") or {}
         found = next((each for pattern, each in own.items() if re.search(pattern, name)), {})
         return int(found.get("num_bits") or self.values.get("num_bits") or 4)
 
     def bytes_per_value(self, name: str, shape: tuple[int, ...]) -> float:
-        """Return the bytes of a value of the weight ``name``, including its fraction of the scales; 0: not quantized
-        according to the config.
+        """Return the mean number of stored bytes per entry of the weight ``name``, including its scales; 0 if the
+        config does not quantize this weight.
         """
         if self.method == "mxfp4":
             return 0.5 + 1 / 32 if ".experts." in name else 0.0
@@ -111,15 +117,17 @@ class StoredForm:
 
 
 def _names(pattern: str, name: str) -> bool:
-    """Return whether a pattern of transformers or compressed-tensors matches the module ``name``."""
+    """Return whether ``pattern``, which a quantization config excludes from quantization, matches the module ``name``:
+    as a regular expression after ``re:``, otherwise as whole components of the dotted name.
+    """
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
     return f".{pattern}." in f".{name}."
 
 
 def _group(groups: list[dict[str, Any]], experts: bool) -> dict[str, Any]:
-    """Return the entry of a compressed-tensors config that transformers applies to experts (if ``experts``), or
-    otherwise to all other layers.
+    """Return the entry of a compressed-tensors config's ``config_groups`` that transformers applies to experts or,
+    without ``experts``, to all other layers.
     """
 
     def of_experts(group: dict[str, Any]) -> bool:
@@ -133,12 +141,12 @@ def _group(groups: list[dict[str, Any]], experts: bool) -> dict[str, Any]:
 
 
 def split_stored_form(config: Any) -> tuple[Any, StoredForm | None]:
-    """Return a copy of the config without the description of quantized weights, and the quantization format
-    that was described.
+    """Return a copy of a model's config without ``quantization_config``, and the quantization format that this entry
+    described.
 
-    If nothing is described, or hfscale does not dequantize the format, return the config itself and ``None``. If
-    transformers built the model from a GGUF file, return the copy and ``None``: the config still describes quantized
-    weights, although nothing is quantized.
+    If the config has no such entry, or hfscale cannot dequantize the format, return the config itself and ``None``. If
+    transformers built the model from a GGUF file, return the copy and ``None``, because transformers has dequantized
+    the weights already.
     """
     found = description(config)
     form = _form(found)
@@ -186,8 +194,9 @@ def _form(values: Mapping[str, Any] | None) -> StoredForm | None:
 
 
 def check_asked_form(config: Any, given: Any) -> Any:
-    """Return a user's quantization config, ``"as_stored"`` if it requests the checkpoint's own quantization format, or
-    ``None`` if it requests dequantized weights. Raise :class:`ConfigError` for a format that is not the checkpoint's.
+    """Return ``"as_stored"`` if ``given``, the user's quantization config, requests the checkpoint's own quantization
+    format, ``None`` if it requests dequantized weights, and otherwise ``given`` itself. Raise :class:`ConfigError` if
+    it requests a stored format that the checkpoint does not have.
     """
     plain = getattr(given, "dequantize", False)
     kept = not plain and (
@@ -212,13 +221,15 @@ def check_asked_form(config: Any, given: Any) -> Any:
 
 
 def method_of(given: Any) -> Any:
-    """Return transformers' name of the method of a quantization config; ``None`` for any other object."""
+    """Return transformers' name of the method that a quantization config selects; ``None`` for any other object."""
     method = getattr(given, "quant_method", None)
     return getattr(method, "value", method)
 
 
 def description(config: Any) -> dict[str, Any] | None:
-    """Return the description of quantized weights in a model's config, with a ``quant_method``, or ``None``."""
+    """Return the ``quantization_config`` of a model's config as a dict that names its ``quant_method``; ``None`` if the
+    config has none.
+    """
     holders = (config, config.get_text_config(decoder=True))
     found = next(
         (
@@ -235,14 +246,14 @@ def description(config: Any) -> dict[str, Any] | None:
 
 
 def _named(values: Mapping[str, Any]) -> Any:
-    """Return the name of the quantization method that a config's values describe."""
+    """Return the name of the method in ``quantization_config``; bitsandbytes' 8-bit method has a name of its own."""
     method = values.get("quant_method")
     method = getattr(method, "value", method)
     return INT8 if method == "bitsandbytes" and values.get("load_in_8bit") else method
 
 
 def _types(values: Any) -> set[str]:
-    """Return the names of all torchao configs in a description, in which configs may be nested."""
+    """Return the class names of all torchao configs that are nested in a checkpoint's ``quantization_config``."""
     if not isinstance(values, Mapping):
         return set()
     inner = set[str]().union(*map(_types, values.values()))
@@ -251,8 +262,8 @@ def _types(values: Any) -> set[str]:
 
 
 def why_not_read(values: Mapping[str, Any]) -> str | None:
-    """Return a text with the reason why weights of this description cannot be dequantized, and a remedy; ``None`` if
-    they can be dequantized.
+    """Return why hfscale cannot dequantize weights with the ``quantization_config`` ``values``, and what to do instead;
+    ``None`` if it can.
     """
     method = _named(values)
     reason = ""
@@ -269,7 +280,7 @@ def why_not_read(values: Mapping[str, Any]) -> str | None:
 
 
 def _unread_of_compressed(values: Mapping[str, Any]) -> str:
-    """Return the features of a compressed-tensors config that hfscale cannot read; empty if it can read all."""
+    """Return why hfscale cannot dequantize weights with this compressed-tensors config; an empty string if it can."""
     groups = (values.get("config_groups") or {}).values()
     formats = {
         values.get("format"),

@@ -8,7 +8,7 @@ Verdict = Literal["ok", "note", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Hold the result of one check."""
+    """Hold the result of one check: its subject, its verdict (such as ``"problem"``), and a text with the remedy."""
 
     about: str  # the subject of the check, in a word or two
     verdict: Verdict  # ``note`` means that nothing is wrong, but worth knowing

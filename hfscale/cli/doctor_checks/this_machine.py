@@ -31,7 +31,9 @@ _ONE_PROCESS = ("NO", "MULTI_CPU")
 
 
 def versions() -> list[Finding]:
-    """Return the installed versions, compared with those that hfscale needs and was tested with."""
+    """Return findings about the installed versions of torch and the other libraries: whether hfscale supports them, and
+    whether it was tested with them.
+    """
     try:
         asked = [Requirement(text) for text in metadata.requires("hfscale") or ()]
     except metadata.PackageNotFoundError:  # run from its sources
@@ -48,7 +50,9 @@ def versions() -> list[Finding]:
 
 
 def _version(asked: Requirement, newer: str | None) -> Finding:
-    """Return a finding about one library's installed version; ``newer`` tells how it is outside the tested range."""
+    """Return a finding about the installed version of the library ``asked``; ``newer`` is a note if hfscale was not
+    tested with this version.
+    """
     optional = asked.name in _ALSO
     try:
         version = metadata.version(asked.name)
@@ -66,7 +70,7 @@ def _version(asked: Requirement, newer: str | None) -> Finding:
 
 
 def devices() -> list[Finding]:
-    """Return findings about the GPUs (or the number of CPU cores) and the backends for collectives."""
+    """Return findings about the GPUs (without GPUs, the number of CPU cores) and torch's backends for collectives."""
     carried = [name for name in ("nccl", "gloo", "mpi") if getattr(dist, f"is_{name}_available")()]
     findings = [
         Finding(
@@ -94,7 +98,7 @@ def devices() -> list[Finding]:
 
 
 def eight_bit_step() -> Finding:
-    """Run a step of bitsandbytes' 8-bit AdamW."""
+    """Check that a step of bitsandbytes' 8-bit AdamW runs on this machine."""
     device = torch.device(ACCELERATOR, 0) if accelerators().is_available() else torch.device("cpu")
     try:
         text = try_step(device)
@@ -106,7 +110,9 @@ def eight_bit_step() -> Finding:
 
 
 def collectives() -> Finding:
-    """Run an all-reduce between ranks: one per GPU, or two processes."""
+    """Check that an all-reduce between processes gives the right sum: one process per GPU, and at least two
+    processes.
+    """
     world = max(2, accelerators().device_count())
     try:
         total = run_ranks(world, sum_of_ranks, timeout=300)
@@ -127,15 +133,15 @@ def collectives() -> Finding:
 
 
 def sum_of_ranks(device: torch.device) -> float:
-    """Return the sum of all ranks' numbers, computed by an all-reduce in torch's process group."""
+    """Return the sum of the rank numbers of all processes, by an all-reduce in torch's default process group."""
     own = torch.tensor([float(dist.get_rank())], device=device)
     dist.all_reduce(own)
     return float(own)
 
 
 def accelerate_config(path: Path | None = None) -> Finding:
-    """Check the config file that sets the defaults of ``accelerate launch``: at ``path``, or in
-    Accelerate's own place.
+    """Check Accelerate's config file, at ``path`` or at its default path: whether ``accelerate launch`` would start
+    only one process, and which of its settings do not affect hfscale.
     """
     from accelerate.commands.config.config_args import default_config_file
 
@@ -169,6 +175,6 @@ def accelerate_config(path: Path | None = None) -> Finding:
 
 
 def environment() -> list[Finding]:
-    """Return the environment variables that change the effect of a launch command or a layout."""
+    """Return a note for each environment variable that changes what a launch command or a layout does."""
     names = [name for name in sorted(os.environ) if name in _TOLD or name.startswith(_LAYOUT)]
     return [Finding("environment", "note", f"{name}={os.environ[name]}") for name in names]

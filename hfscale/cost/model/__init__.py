@@ -1,1 +1,3 @@
-"""Compute the bytes of a rank by kind and the seconds of a step by term, from a plan alone."""
+"""Compute, from a model's plan alone, the bytes that a rank holds (weights, gradients, activations ...) and the seconds
+of a step (products, communication ...).
+"""

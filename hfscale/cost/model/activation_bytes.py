@@ -3,12 +3,13 @@
 A recomputed layer keeps its input; during its own backward pass, it also keeps all activations that an unrecomputed
 layer keeps. The names on the left are the fields of :class:`Activations`::
 
-    kept        sum over layers of   microbatches in flight x tokens x (input if recomputed, else all)
-                + bytes kept before the layers, and the hidden states that stages received and sent
-    behind      bytes kept by final norm and loss until the last layer's backward pass
-    again       tokens x the largest recomputed layer, without its input
+    kept        activations from the forward pass to the backward pass, summed over layers:
+                    microbatches in flight x tokens x (the layer's input if it is recomputed, else all its activations)
+                also those of modules before the layers, and the hidden states that stages receive and send
+    behind      activations that the final norm and the loss keep
+    again       activations of the largest recomputed layer, without its input: they exist while it is recomputed
     passing     gradients of a layer's activations during its backward pass
-    in norm     bytes in the final norm's backward pass: five gradients in 32 bits
+    in_norm     bytes in the final norm's backward pass: six values of at least 32 bits per hidden unit
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -31,7 +32,9 @@ from .situation import LayerBytes, Situation, Types
 
 @dataclass(frozen=True)
 class LayerHeld:
-    """Hold the activation bytes of one layer of this rank."""
+    """Hold the activation bytes of one layer on one rank: those kept from the forward to the backward pass, and those
+    that exist only while the layer is recomputed.
+    """
 
     name: str
     bytes: LayerBytes  # bytes per token
@@ -39,13 +42,17 @@ class LayerHeld:
     again: float  # bytes in addition to its input while it is recomputed
 
     def kept(self, chosen: Collection[str]) -> float:
-        """Return the bytes kept per token and microbatch: only the input if the layer is recomputed."""
+        """Return the bytes per token that the layer keeps between a microbatch's forward and backward pass: those of
+        its input if it is one of the recomputed layers (``chosen``), otherwise of all its activations.
+        """
         return self.bytes.stream if self.name in chosen else self.bytes.kept
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Hold the activation bytes of a rank, by the names at the top of this file."""
+    """Hold the activation bytes of a rank: those kept from the forward to the backward pass, by the layers (``kept``)
+    and by final norm and loss (``behind``), and those that exist only in a backward pass.
+    """
 
     kept: int
     behind: int
@@ -59,7 +66,9 @@ class Activations:
 
 
 def activation_bytes(plan: Plan, situation: Situation) -> Activations:
-    """Return the activation bytes of a rank."""
+    """Compute the activation bytes of a rank: those that layers, final norm and loss keep from the forward to the
+    backward pass, and those that exist only in a backward pass.
+    """
     held = layers_held(plan, situation)
     types = types_of(plan, situation.mixed)
     chosen = frozenset(plan.layers if situation.all_recomputed else recomputed(plan).layers)
@@ -131,8 +140,8 @@ def _notes(
 
 
 def _around_layers(plan: Plan, situation: Situation, types: Types) -> tuple[float, float, float]:
-    """Return three numbers of bytes: kept before the first layer, kept after the last layer, and needed during the
-    final norm's backward pass.
+    """Return three numbers of activation bytes outside the layers: kept before the first layer, kept after the last
+    layer, and needed during the final norm's backward pass.
     """
     before = 0.0
     behind = 0.0
@@ -158,8 +167,8 @@ def _bytes_behind_layers(
     types: Types,
     trained: Collection[str],
 ) -> tuple[float, float]:
-    """Return two numbers of bytes per token: kept by the final norm and the loss, and in the norm's backward pass
-    unless the norm is recomputed.
+    """Return two numbers of bytes per token: kept by the final norm and the loss, and needed during the norm's backward
+    pass (0 if the norm is recomputed).
     """
     if not plan.layers:
         return 0.0, 0.0
@@ -187,7 +196,9 @@ def _border_bytes(
     held: Sequence[LayerHeld],
     chosen: frozenset[str],
 ) -> float:
-    """Return the bytes of hidden states that stages receive and send, except those that this rank keeps anyway."""
+    """Return the bytes of the hidden states that this rank receives from other pipeline ranks and sends to them. An
+    input that the first layer of a stage keeps as an activation is not counted again.
+    """
     # exact bytes include a layer's input
     as_they_are = set[str]()
     measured = situation.measured is not None
@@ -211,8 +222,8 @@ def _on_host(
     chosen: frozenset[str],
     tokens: int,
 ) -> tuple[float, int]:
-    """Return two numbers of bytes if activations are offloaded: on the device in the backward pass (two layers), and on
-    the CPU.
+    """Return two numbers of activation bytes if activations are offloaded: the most that are on the device at once
+    (about two layers' in the backward pass), and those in CPU memory.
     """
     one = [tokens * layer.kept(chosen) for layer in held]
     layers = sum(layer.in_flight * size for layer, size in zip(held, one, strict=True))
@@ -226,8 +237,8 @@ def _on_host(
 
 
 def layers_to_recompute(plan: Plan, situation: Situation) -> frozenset[str]:
-    """Choose the layers of a pipeline rank to recompute: as few as needed to fit the budget, beginning with the layers
-    that need the fewest FLOPs per saved byte.
+    """Choose the layers of a pipeline rank to recompute: as few as needed to keep the activations below the memory
+    budget, beginning with the layers that need the fewest FLOPs per saved byte.
     """
     planned = recomputed(plan)
     tokens = situation.tokens
@@ -258,7 +269,7 @@ def layers_to_recompute(plan: Plan, situation: Situation) -> frozenset[str]:
 
 
 def layers_held(plan: Plan, situation: Situation) -> list[LayerHeld]:
-    """Return the layers of this rank, in order."""
+    """Return the activation bytes of each layer on this rank, in the layers' order."""
     plain = types_of(plan, situation.mixed)
     held_layers = []
     for _, in_flight, layers in _stages(plan, situation):
@@ -275,7 +286,9 @@ def layers_held(plan: Plan, situation: Situation) -> list[LayerHeld]:
 
 
 def _stages(plan: Plan, situation: Situation) -> Iterator[tuple[int, int, tuple[str, ...]]]:
-    """Yield index, microbatches in flight and layers of each stage on this rank."""
+    """Yield, for each stage on this pipeline rank, its index, the number of its microbatches in flight, and the names
+    of its layers.
+    """
     places = [(0, plan.layers)]
     if plan.stages is not None:
         places = [(stage.index, stage.layers) for stage in plan.stages.of_rank(situation.pp_rank)]
@@ -305,24 +318,26 @@ def _layer(plan: Plan, layer: str, types: Types, situation: Situation) -> LayerB
 
 
 def around_layers(plan: Plan) -> list[str]:
-    """Return the names of the parameters outside the layers."""
+    """Return the names of the model's parameters that are not in its layers: embeddings, final norm, head."""
     inside = tuple(f"{layer}." for layer in plan.layers)
     return [planned.name for planned in plan.owned() if not planned.name.startswith(inside)]
 
 
 def trained_names(plan: Plan) -> frozenset[str]:
-    """Return the parameters that train by default: adapters, or all parameters that are not quantized."""
+    """Return the names of the parameters that train if the user chooses none: those of the adapters if the model has
+    adapters, otherwise all parameters that are not quantized.
+    """
     adapters = frozenset(adapter.name for adapter in plan.adapters)
     return adapters or frozenset(p.name for p in plan.owned()) - set(plan.quantized_weights)
 
 
 def has_head(plan: Plan, rank: int) -> bool:
-    """Return whether a pipeline rank holds the head."""
+    """Return whether the pipeline rank ``rank`` holds the head of the language model."""
     return plan.head is not None and plan.is_local(rank, plan.head)
 
 
 def is_matrix(plan: Plan, name: str) -> bool:
-    """Return whether a parameter is a matrix."""
+    """Return whether a parameter has two or more dims."""
     return len(plan.by_name[name].shape) > 1
 
 

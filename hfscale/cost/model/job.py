@@ -1,4 +1,6 @@
-"""Describe a training step for the time model: axis sizes, batch, recomputation, and the model parts on each rank."""
+"""Describe a training step by the numbers that its time depends on: axis sizes, batch, recomputation, and the layers
+and weights of each pipeline rank.
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -24,7 +26,9 @@ _STORED = {4: 0.5 + 4 / 64, 8: 1.0}  # bits -> bytes per weight, with a scale fo
 
 @dataclass(frozen=True)
 class Job:
-    """Hold the properties of one step in one layout on which its time depends."""
+    """Describe one training step by everything except the model's shape that its time depends on: layout, batch,
+    recomputation, precision, offload.
+    """
 
     layout: ParallelConfig
     sequence: int  # tokens per sequence
@@ -58,7 +62,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a microbatch on the context-parallel rank with most tokens."""
+        """Tokens of a microbatch on one rank; of context-parallel ranks, on the rank with most tokens."""
         return self.layout.own_tokens(self.sequence * self.batch)
 
     @property
@@ -68,23 +72,24 @@ class Job:
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks over which the experts of a layer are spread or sharded."""
+        """Number of ranks over which the expert weights of one layer are divided: by expert, and within experts."""
         return self.layout.ep * self.layout.expert_tp if self.layout.ep > 1 else self.layout.tp
 
     @property
     def virtual(self) -> int:
-        """Stages per pipeline rank."""
+        """Number of pipeline stages per pipeline rank."""
         return self.layout.virtual_stages or 1
 
     def shard_of(self, weights: float, experts: float) -> float:
-        """Return the number of entries on one data-parallel rank, given the numbers of entries of weights and experts
-        before data sharding.
+        """Return the number of entries that one data-parallel rank holds of ``weights`` entries of ordinary weights and
+        ``experts`` entries of experts.
         """
         return weights / self.layout.dp_shard + experts / self.layout.size("edp_shard")
 
     def with_host(self, what: Collection[str], activations: float, entries: float) -> "Job":
-        """Return the job with offload to CPU memory. ``what`` names the offloaded kinds; ``activations`` are their
-        bytes in a step, and ``entries`` is the number of weights in a rank's shard.
+        """Return this job with the kinds in ``what`` (``"parameters"``, ``"optimizer"``, ``"activations"``) offloaded
+        to CPU memory. ``activations`` is the number of bytes of activations moved per step, ``entries`` the number of
+        weights in a rank's shard.
         """
         shards = self.gradient_bytes * (
             (2 * self.microbatches if self.gathers else 1) + self.trained
@@ -97,7 +102,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Place:
-    """Describe the parts of the model on one pipeline rank. Numbers of entries are those before data sharding."""
+    """Describe what one pipeline rank holds of the model: the number of layers, and the entries of its weights before
+    they are sharded over data ranks.
+    """
 
     layers: int
     embedding: bool
@@ -113,12 +120,12 @@ class Place:
 
     @property
     def ends(self) -> int:
-        """The number of embeddings and heads on this rank."""
+        """How many of the token embedding and the head this rank holds: 0, 1 or 2."""
         return self.embedding + self.head
 
     @property
     def weights(self) -> float:
-        """Entries of all weights except experts."""
+        """Number of entries of all weights on this pipeline rank except experts."""
         return self.layer_weights + self.table_weights
 
 
@@ -130,7 +137,7 @@ def job_of(
     microbatches: int,
     mixed: str = "no",
 ) -> Job:
-    """Return the job of a plan's step, with ``mixed`` precision."""
+    """Describe a step of the plan's model, with ``mixed`` precision, for estimates of its time."""
     layout = plan.layout
     again = recomputed(plan)
     count = max(1, len(plan.layers))
@@ -169,12 +176,14 @@ def job_of(
 
 
 def matrix_entries(plan: Plan) -> dict[str, int]:
-    """Return the number of entries of each matrix."""
+    """Return the number of entries of each parameter with two or more dims, by name."""
     return {p.name: prod(p.shape) for p in plan.owned() if is_matrix(plan, p.name)}
 
 
 def _gathered_bytes(plan: Plan, mixed: bool) -> float:
-    """Return the bytes per weight in all-gathers of data-parallel ranks: the compute dtype, 8 bits, or quantized."""
+    """Return the mean number of bytes per weight that data-parallel ranks all-gather. A weight is gathered in the dtype
+    of the computation, in 8 bits, or quantized.
+    """
     quantized = frozenset(plan.quantized_weights)
     size = 0.0
     if plan.quantized is not None:
@@ -189,7 +198,9 @@ def _gathered_bytes(plan: Plan, mixed: bool) -> float:
 
 
 def with_host_of(plan: Plan, job: Job) -> Job:
-    """Return the job with the offload traffic of the pipeline rank that has the most traffic."""
+    """Return ``job`` with the bytes that offloading moves between device and CPU memory in a step, on the pipeline rank
+    that moves most.
+    """
     on_host = offloaded(plan)
     ranks = range(plan.layout.pp)
     what = (
@@ -219,7 +230,7 @@ def with_host_of(plan: Plan, job: Job) -> Job:
 
 
 def places_of(plan: Plan) -> list[Place]:
-    """Return the model parts on each pipeline rank."""
+    """Describe, for each pipeline rank, its layers and the entries of its weights."""
     return [_place(plan, rank) for rank in range(plan.layout.pp)]
 
 

@@ -1,27 +1,27 @@
 """Compute the activation bytes per token of a layer from the shapes in a plan, without running the layer.
 
-A LLaMA layer has a formula (after Korthikanti et al. 2022, section 4, with all terms counted anew). The unit
-is one value per token and hidden unit. ``k`` is the number of key/value heads per query head, ``f`` the intermediate
-size over the hidden size, ``t`` the number of tensor-parallel ranks. If all weights train, in one dtype::
+A LLaMA layer has a formula (after Korthikanti et al. 2022, section 4, with all terms counted anew), in which one unit
+is ``hidden_size`` values per token. ``k`` is the number of key/value heads per query head, ``f`` the intermediate size
+over the hidden size, ``t`` the number of tensor-parallel ranks. If all weights train, in one dtype, the layer keeps::
 
-    between the blocks   each of two norms: its input, the normed input, its output                     6
+    two norms            of each norm: its input, the normed input, its output                          6
     attention            queries and result, keys and values                                            2 + 2k
     MLP                  gate, its activation, up, their product                                        4f
-    sharded over tp      6 + (2 + 2k + 4f) / t;  if the sequence is sharded too, everything / t, and
-                         2 (1 - 1/t) for the gathered inputs of both blocks, unless they are gathered again
+    with t > 1           6 + (2 + 2k + 4f) / t;  with sequence parallelism, everything / t, and in addition
+                         2 (1 - 1/t) for the gathered inputs of attention and MLP (not with sequence_regather)
 
 A frozen norm does not keep its normed input. A frozen projection without an adapter does not keep its input. A low-rank
 adapter keeps its ``r`` values and its input; unless it is fused, it keeps a copy of the input if its weights have
 another dtype. In 16 bits, a norm keeps its input in 32 bits.
 
 With ``recompute="elementwise"``, everything except matrix products and attention is recomputed. Then a layer keeps its
-input, queries and result, keys and values, the first block's result (the second norm's input is the sum), gate and up:
-3 + 1 + 2k + 2f before sharding over tensor-parallel ranks; of norm outputs and adapter inputs only gathered ones.
+input, queries and result, keys and values, the result of the attention block (which gives the second norm's input when
+it is added to the first input), gate and up: 3 + 1 + 2k + 2f for ``t = 1``. Outputs of norms and inputs of adapters are
+kept only if they were gathered from other ranks.
 
-Under autocast over 32-bit weights, blocks compute in 16 bits, but everything between blocks (hidden states, norms and
-their outputs) stays in 32 bits. So every projection that reads a norm's output keeps its own 16-bit copy, and so does
-every adapter; fused adapters share a copy. If parameters are cast, by FSDP2 or by ``"bf16_params"``, everything has 16
-bits.
+Under autocast over 32-bit weights, attention and MLP compute in 16 bits, but hidden states, norms and their outputs
+stay in 32 bits. So every projection that reads a norm's output keeps its own 16-bit copy, and so does every adapter;
+fused adapters share a copy. If parameters are cast, by FSDP2 or by ``"bf16_params"``, everything has 16 bits.
 
 Other layers are measured (:class:`.situation.MeasuredLayers`), or else estimated from above, in values per token: for
 every matrix, twice the number of its rows and columns, plus the smaller of both numbers; for experts, twice the rows
@@ -46,8 +46,8 @@ from .situation import LayerBytes, Situation, Types, own_parameters
 
 
 def types_of(plan: Plan, mixed: str = "no") -> Types:
-    """Return the bytes per value with which the plan's model and its adapters compute under the mixed precision
-    ``mixed``.
+    """Return the bytes per value in which a model computes with ``mixed`` precision: inside attention and MLP blocks,
+    between blocks, and in its adapters.
     """
     size = next(
         (p.dtype.itemsize for p in plan.owned() if p.name.startswith(plan.layers[:1])), widest(plan)
@@ -62,19 +62,21 @@ def types_of(plan: Plan, mixed: str = "no") -> Types:
 
 
 def widest(plan: Plan) -> int:
-    """Return the bytes of the plan's widest dtype."""
+    """Return the bytes per value of the widest floating-point dtype among the plan's parameters."""
     return max((p.dtype.itemsize for p in plan.owned() if p.dtype.is_floating_point), default=4)
 
 
 def sequence_ranks(plan: Plan) -> int:
-    """Return the number of tensor ranks that shard the hidden states between blocks."""
+    """Return the number of tensor ranks that shard the hidden states between blocks: 1 without sequence parallelism."""
     return plan.layout.tp if plan.sequence_regions else 1
 
 
 def layer_bytes(
     plan: Plan, layer: str, situation: Situation, types: Types, *, first: bool = False
 ) -> LayerBytes:
-    """Return the activation bytes per token of ``layer``. ``first`` says that nothing before the layer trains."""
+    """Compute the activation bytes per token of ``layer``, exactly for a LLaMA layer, otherwise from above. ``first``
+    says that no parameter before the layer trains, so its input needs no gradient.
+    """
     hidden = stream_width(plan, layer)
     sequence = sequence_ranks(plan)
     stream = types.as_kept(types.stream) * hidden / sequence
@@ -96,19 +98,23 @@ def layer_bytes(
 
 
 def is_known(plan: Plan, layer: str) -> bool:
-    """Return whether ``layer`` has a formula, because it is a LLaMA layer."""
+    """Return whether the activation bytes of ``layer`` are computed by the formula for LLaMA layers."""
     return _llama_roles(plan, layer) is not None
 
 
 def stream_width(plan: Plan, layer: str) -> int:
-    """Return the width of the hidden states: the most frequent side length of a layer's matrices."""
+    """Return the width of the hidden states, which is assumed to be the number that is most often the rows or the
+    columns of the layer's matrices.
+    """
     matrices = (planned.shape[-2:] for planned in plan.of_layers[layer] if len(planned.shape) >= 2)
     counts = Counter(size for sides in matrices for size in set(sides))
     return max(counts, key=lambda size: (counts[size], -size), default=0)
 
 
 def _llama_roles(plan: Plan, layer: str) -> dict[str, ParameterPlan] | None:
-    """Return the parameters of a LLaMA layer by name; ``None`` for any other layer."""
+    """Return the parameters of a layer by the short names of LLaMA's modules (``q_proj``, ``input_layernorm``);
+    ``None`` if the layer has parameters that a LLaMA layer does not have, or lacks some.
+    """
     owned = own_parameters(plan, layer)
     expected = {
         f"{layer}.self_attn.{name}.weight": name for name in (*ATTENTION, "q_norm", "k_norm")
@@ -135,7 +141,9 @@ def _llama_roles(plan: Plan, layer: str) -> dict[str, ParameterPlan] | None:
 
 
 def _at_most(plan: Plan, layer: str, situation: Situation, types: Types) -> float:
-    """Return an upper estimate of the bytes that a layer of any kind keeps per token."""
+    """Return an upper estimate, from the shapes of the parameters, of the activation bytes per token that a layer of
+    any kind keeps.
+    """
     count = next((e.count for e in plan.mixtures if e.name.startswith(f"{layer}.")), 1)
     often = min(situation.routes or count, count)
     experts = tuple(f"{e.name}." for e in plan.mixtures)
@@ -160,8 +168,8 @@ def _at_most(plan: Plan, layer: str, situation: Situation, types: Types) -> floa
 
 
 def _of_adapters(plan: Plan, layer: str, situation: Situation, types: Types) -> int:
-    """Return the number of values that a layer's adapters keep in addition to their inputs: ``r`` each, and copies of
-    inputs in another dtype.
+    """Return how many values per token a layer's low-rank adapters keep: as many as their rank, and a copy of the input
+    if it is cast to another dtype.
     """
     kept = 0
     for adapter in plan.adapters:

@@ -1,4 +1,4 @@
-"""Compute the activation bytes per token of a LLaMA layer, by the formula at the top of :mod:`.layer_bytes`."""
+"""Compute the activation bytes per token of a LLaMA layer by a formula, which :mod:`.layer_bytes` explains."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _HEAD_SIZE = 64  # assumed; it affects one value per head, among thousands per t
 
 @dataclass(frozen=True)
 class Llama:
-    """Compute the bytes that a LLaMA layer keeps on one rank for its backward pass."""
+    """Compute the activation bytes per token that one rank keeps of a LLaMA layer for its backward pass."""
 
     plan: Plan
     roles: dict[str, ParameterPlan]
@@ -34,7 +34,9 @@ class Llama:
 
     @cached_property
     def scores(self) -> float:
-        """Attention scores per token; 0 if attention does not keep scores."""
+        """Attention scores per token on this rank; 0 if the attention kernel keeps no scores, or they are
+        recomputed.
+        """
         part = self._out("q_proj") / self.roles["q_proj"].shape[0]
         return (
             self.situation.length
@@ -44,7 +46,7 @@ class Llama:
 
     @cached_property
     def ranks_of_adapters(self) -> Counter[str]:
-        """The ranks of the low-rank adapters on each weight."""
+        """The rank of the low-rank adapters on each weight, by name; several adapters on a weight are added up."""
         ranks = Counter[str]()
         for adapter in self.plan.adapters:
             if adapter.kept_in == LORA_A:
@@ -52,13 +54,17 @@ class Llama:
         return ranks
 
     def keeps_input(self, first: bool) -> bool:
-        """Return whether the first norm keeps the layer's input itself, not a copy in 32 bits."""
+        """Return whether the first norm keeps the layer's input itself, not a copy in 32 bits. ``first`` says that no
+        parameter before the layer trains.
+        """
         return self.again.elementwise or (
             self.types.stream >= 4 and (not first or self._trains("input_layernorm"))
         )
 
     def norms(self, first: bool) -> float:
-        """Return the bytes that both norms keep (inputs and normed inputs), per token of the full sequence."""
+        """Return the bytes per token that the layer's two norms keep: their inputs, and the normed inputs if their
+        weights train. ``first`` says that no parameter before the layer trains.
+        """
         # The layer's input, and the first block's result, which has the block's dtype.
         if self.again.elementwise:
             kept = self._kept(self.hidden, self.types.stream) + self._kept(
@@ -75,8 +81,8 @@ class Llama:
         return total / self.sequence
 
     def blocks(self) -> tuple[float, float]:
-        """Return two numbers of bytes: the bytes that the blocks keep, and the largest number of bytes that a
-        separately recomputed block keeps while it is recomputed.
+        """Return two numbers of bytes per token: those that attention and MLP keep for the backward pass, and the most
+        that exist only while one of them is recomputed.
         """
         if self.again.elementwise:
             return self._needed(), self._made_at_once()
@@ -100,7 +106,9 @@ class Llama:
         return total, again
 
     def _needed(self) -> float:
-        """Return the bytes that the blocks keep if everything except matrix products and attention is recomputed."""
+        """Return the bytes per token that attention and MLP keep if everything except matrix products and attention is
+        recomputed.
+        """
         size = self.types.size
         inner = self._out("gate_proj")
         queries = self._out("q_proj")
@@ -120,8 +128,8 @@ class Llama:
         )
 
     def _made_at_once(self) -> float:
-        """Return the most bytes that recomputation holds at the same time: the MLP's activation, and its product with
-        the up projection's result.
+        """Return the most bytes per token that exist at once while elementwise operations are recomputed: the output of
+        the MLP's activation function, and its product with the output of ``up_proj``.
         """
         if self.again.tile:  # the MLP's input, and one tile of the MLP
             return (
@@ -134,8 +142,8 @@ class Llama:
         return self._out("gate_proj") * (self.types.size + product)
 
     def piece(self) -> float:
-        """Return the bytes per token that the operation with the largest inputs reads: the MLP's product,
-        or attention.
+        """Return the most bytes per token of kept activations that one operation of the backward pass reads: the
+        product in the MLP, or attention.
         """
         size = self.types.size
         sizes = [self._kept(self.hidden, self.types.stream)]
@@ -149,8 +157,8 @@ class Llama:
         return max(sizes)
 
     def passing(self) -> float:
-        """Return the bytes per token of gradients: of the layer's output, and of both factors in the MLP (or in a
-        tile).
+        """Return the bytes per token of the gradients that exist at once in the layer's backward pass: of the layer's
+        output, and of the two factors of the product in the MLP (of one tile, if the MLP runs in tiles).
         """
         part = self._tile
         stream = self.hidden * self.types.stream / self.sequence
@@ -158,7 +166,7 @@ class Llama:
 
     @property
     def _tile(self) -> float:
-        """Return the fraction of the tokens that the MLP runs on at once."""
+        """Return the fraction of a microbatch's tokens that the MLP computes at once; below 1 if it runs in tiles."""
         return min(1.0, self.again.tile / self.situation.tokens) if self.again.tile else 1.0
 
     @cached_property
@@ -168,24 +176,24 @@ class Llama:
 
     @cached_property
     def again(self) -> RecomputePlan:
-        """Return how layers are recomputed."""
+        """Return which layers and operations the backward pass recomputes."""
         return recomputed(self.plan)
 
     def _is_alone(self, output: str) -> bool:
-        """Return whether the block with the output projection ``output`` is recomputed by itself, not as part of a
-        layer.
+        """Return whether the block (attention or MLP) that ends with the projection ``output`` is recomputed as a
+        module of its own, not with the full layer.
         """
         return self.roles[output].name.removesuffix(f".{output}.weight") in self.again.modules
 
     def _adapted(self, readers: tuple[str, ...]) -> tuple[bool, list[int]]:
-        """Return whether any of these projections trains, and the ranks of the adapters on them."""
+        """Return whether any of the projections ``readers`` trains, and the ranks of the low-rank adapters on them."""
         names = [self.roles[name].name for name in readers]
         adapted = [self.ranks_of_adapters[name] for name in names if name in self.ranks_of_adapters]
         return any(map(self._trains, readers)), adapted
 
     def _fused(self, readers: tuple[str, ...]) -> bool:
-        """Return whether the adapters on these projections are fused: they keep the projections' input, and no copies
-        of it.
+        """Return whether the adapters on the projections ``readers`` are all fused: fused adapters keep the
+        projection's input, but no cast copies of it.
         """
         return all(is_fused(self.plan, self.roles[name].name) for name in readers)
 
@@ -215,7 +223,9 @@ class Llama:
         return total + self._read_stream(ATTENTION[:3])
 
     def _kept(self, values: float, size: float) -> float:
-        """Return the bytes of ``values`` values per token; small tensors are not stored in 8 bits."""
+        """Return the bytes that a kept tensor takes with ``values`` values per token of ``size`` bytes each; if
+        activations are kept in 8 bits, only small tensors keep ``size`` bytes.
+        """
         return values * (
             size if values * FEW <= self.hidden / self.sequence else self.types.as_kept(size)
         )
@@ -230,7 +240,9 @@ class Llama:
         return self.roles[name].name in self.situation.trained
 
     def _read_stream(self, readers: tuple[str, ...]) -> float:
-        """Return the bytes of a norm's output that projections keep: only this rank's shard if it is gathered again."""
+        """Return the bytes per token of the norm's output that the projections ``readers`` keep; if the backward pass
+        gathers it again (``sequence_regather``), they keep only this rank's shard.
+        """
         if self.sequence > 1 and self.plan.layout.sequence_regather:
             trains, adapted = self._adapted(readers)
             # Dropout may come before the cast.
@@ -248,8 +260,8 @@ class Llama:
         readers: tuple[str, ...],
         kept: bool = False,
     ) -> float:
-        """Return the bytes that projections keep of ``width`` input values; with ``kept``, another module keeps the
-        input.
+        """Return the bytes per token that the projections ``readers`` and their adapters keep of an input of ``width``
+        values. With ``kept``, another module keeps the input already, and only copies and adapters count.
         """
         (trains, adapted), size, wide = self._adapted(readers), self.types.size, self.types.adapters
         casts = not self._fused(readers) and (wide != size or bool(self.types.autocasts))
@@ -259,5 +271,7 @@ class Llama:
 
 
 def score_bytes(types: Types) -> int:
-    """Return the bytes per score of eager attention, whose softmax computes in 32 bits."""
+    """Return the bytes that eager attention keeps per score: 4, because its softmax computes in 32 bits, and those of a
+    second copy if the model has another dtype.
+    """
     return 4 + (types.size if types.size != 4 else 0)

@@ -1,10 +1,11 @@
-"""Look up machines and their timing constants, in hfscale's data files or in a file that ``hfscale calibrate`` wrote.
+"""Look up the rates of machines, and the constants with which times are estimated, such as the fraction of the peak
+FLOPs that matrix products reach; both are in hfscale's data files, or in a file that ``hfscale calibrate`` wrote.
 
 ``scripts/bench/fit_planner.py`` writes ``constants.json``, from the runs of 1B and 3B models of the Ultra-Scale
-Playbook's sweep (Tazi et al. 2025; nanotron on H100). ``scripts/bench/fit_measured.py`` writes its entry ``own``, which
-has priority, from steps of hfscale on one H100 and one H200. Fractions are relative to the peak rates in a machine's
-data file, so that they apply to other machines, too. Constants in seconds depend on the CPU that launches kernels;
-``hfscale calibrate`` measures them.
+Playbook's sweep (Tazi et al. 2025; nanotron on H100). The entry ``own`` of this file has priority:
+``scripts/bench/fit_measured.py`` writes it, from steps of hfscale on one H100 and one H200. Fractions are relative to
+the peak rates in a machine's data file, so that they apply to other machines, too. Constants in seconds depend on the
+CPU that launches kernels; ``hfscale calibrate`` measures them.
 """
 
 import json
@@ -32,7 +33,9 @@ _LEAST = ("flops", "memory_bandwidth", "memory", "link_bandwidth", "nic_bandwidt
 
 @dataclass(frozen=True)
 class Machine:
-    """Describe one accelerator and its links. Bandwidths are bytes per second in one direction."""
+    """Describe one kind of GPU and its links: FLOPs, memory, bandwidths. Bandwidths are bytes per second in one
+    direction.
+    """
 
     name: str  # name for hardware=
     flops: float  # dense 16-bit FLOPs per second
@@ -52,17 +55,17 @@ class Machine:
 
     @property
     def label(self) -> str:
-        """The title, or the name if there is no title."""
+        """The machine's name as it is printed: its title, or without one its name for ``hardware=``."""
         return self.title or self.name
 
     @property
     def budget(self) -> float:
-        """Bytes that a run may use without being slowed down by an allocator that is short of memory."""
+        """Bytes that a run may use without being slowed down: above this, the allocator is short of memory."""
         return _BUDGET * self.memory
 
     @property
     def rates(self) -> str:
-        """The rates on which estimates are based, in words."""
+        """The machine's FLOPs and bandwidths, on which estimates are based, as a text."""
         peaks = [f"{self.flops / 1e12:g} TFLOP/s in 16 bits"]
         if self.flops_8:
             peaks.append(f"{self.flops_8 / 1e12:g} in 8")
@@ -73,7 +76,10 @@ class Machine:
         )
 
     def verdict(self, needed: float, likely: float, budget: float | None = None) -> str:
-        """Return ``fits``, ``tight`` (the allocator will be short of memory, and so slow) or ``does not fit``."""
+        """Return ``does not fit`` if a run needs more bytes (``needed``) than the machine has; ``tight`` if it is
+        likely to reserve more (``likely``) than the ``budget``, so that the allocator is short of memory, and slow;
+        otherwise ``fits``.
+        """
         if needed > self.memory:
             return DOES_NOT_FIT
         return TIGHT if likely > (self.budget if budget is None else budget) else FITS
@@ -85,7 +91,9 @@ def machine_names() -> tuple[str, ...]:
 
 
 def find_machine(hardware: str | Machine) -> Machine:
-    """Return the machine for a name or a JSON file; return a :class:`Machine` unchanged."""
+    """Return the machine with the name ``hardware``, or the one that the JSON file ``hardware`` describes; return a
+    :class:`Machine` unchanged.
+    """
     if isinstance(hardware, Machine):
         return hardware
     if not isinstance(hardware, str):
@@ -124,7 +132,9 @@ def find_machine(hardware: str | Machine) -> Machine:
 
 @dataclass(frozen=True)
 class Constants:
-    """Hold the timing constants of a software stack on a machine."""
+    """Hold the constants with which the times of a machine are estimated, such as the fraction of the peak FLOPs that
+    matrix products reach.
+    """
 
     products: float  # fraction of the peak that matrix products reach
     attention: float  # fraction of the peak that the attention kernel reaches
@@ -154,12 +164,16 @@ class Constants:
 
 @cache
 def fitted() -> Constants:
-    """Return the constants of the committed file, fitted on public runs of other code, and on hfscale's own runs."""
+    """Return the timing constants in ``constants.json``: fitted on steps of hfscale, and for communication on public
+    runs of other code.
+    """
     return replace(read_constants(CONSTANTS), **json.loads(CONSTANTS.read_text())["own"])
 
 
 def constants_of(hardware: str | Machine) -> Constants:
-    """Return the constants that a calibration file has measured; without one, those fitted on runs."""
+    """Return the timing constants that ``hfscale calibrate`` measured, if ``hardware`` is its file; otherwise
+    :func:`fitted` ones.
+    """
     path = Path(hardware) if isinstance(hardware, str) else None
     if path is not None and path.is_file() and '"time"' in path.read_text():
         return read_constants(path)
@@ -167,7 +181,9 @@ def constants_of(hardware: str | Machine) -> Constants:
 
 
 def evidence(hardware: str | Machine) -> tuple[str, str]:
-    """Return two phrases: the rates that estimates use for a machine, and the measurements behind estimated seconds."""
+    """Return two texts that tell what an estimate is based on: the machine's rates with their source, and the
+    measurements from which seconds were derived.
+    """
     machine = find_machine(hardware)
     if machine.name not in machine_names():
         source = "as its file says"
@@ -184,7 +200,7 @@ def evidence(hardware: str | Machine) -> tuple[str, str]:
 
 
 def read_constants(path: Path) -> Constants:
-    """Read the constants under ``"time"`` in a file, or raise :class:`ConfigError`."""
+    """Read timing constants from the entry ``"time"`` of a JSON file; raise :class:`ConfigError` if one is missing."""
     constants = json.loads(path.read_text()).get("time", {})
     names = [field.name for field in fields(Constants)]
     missing = [name for name in names if name not in constants]

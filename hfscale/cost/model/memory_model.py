@@ -7,20 +7,22 @@
     adapters    the same for adapters
     gradients   gradients of trained weights
     optimizer   the optimizer's state: :mod:`.optimizer_bytes`
-    activations kept for backward passes by layers and final norm, for all microbatches alive: :mod:`.activation_bytes`
+    activations kept for backward passes by layers and final norm, for all microbatches in flight, and activations that
+                one layer recomputes: :mod:`.activation_bytes`
     backward    gradients of activations, one layer at a time
     gathered    whole weights while they are all-gathered, or copies in the dtype of mixed precision
     exchanged   keys and values of other context-parallel ranks: :mod:`hfscale.plan.context_plan`
     loss        one chunk of logits with its gradient, and the head's gradient before it is stored
 
-These bytes do not all exist at once. A rank needs the maximum over these moments::
+These bytes do not all exist at once. A rank needs the maximum over these moments of a step::
 
-    the loss            kept + behind + loss
-    the final norm      kept + in norm
-    the last layer      kept + again + passing
-    the first layer     the same for one layer, or for two if activations are offloaded
+    the loss            kept activations of all layers, of final norm and loss; logits and their gradients
+    the final norm      kept activations of all layers; gradients in the norm
+    the last layer      kept activations of all layers; what the layer recomputes; gradients of its activations
+    the first layer     the same as for the last layer, but only the first layer's activations are still kept (two
+                        layers' if activations are offloaded)
 
-plus all gradients of weights; in a step of one microbatch, plus the gradients that exist by then.
+At each moment, gradients of weights exist too: all of them, or in a step of one microbatch only those computed so far.
 """
 
 from collections import Counter
@@ -63,13 +65,17 @@ _Bytes = TypeVar("_Bytes", int, float)
 
 
 def likely_bytes(needed: float, activations: float) -> float:
-    """Return the bytes that a rank is likely to reserve: an allocator needs 10% more than the activations."""
+    """Return the bytes that a rank is likely to reserve: those ``needed``, and 10% of the ``activations`` for the
+    allocator's fragmentation.
+    """
     return needed + (_FRAGMENTS - 1) * activations
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Hold the bytes of one rank by kind; ``print`` it for a line per kind."""
+    """Hold the estimated bytes of one rank by kind: weights, gradients, activations and so on. ``print`` it for a line
+    per kind.
+    """
 
     weights: int  # shards of the model's parameters; bytes and scales of quantized ones
     adapters: int
@@ -88,24 +94,26 @@ class MemoryEstimate:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Bytes on the device by kind."""
+        """Bytes on the device by kind, such as weights, gradients, activations."""
         return {
             kind.name: getattr(self, kind.name) for kind in fields(self) if kind.name not in _BESIDE
         }
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds: an upper bound of the peak, because kinds peak at different times."""
+        """Sum of the bytes of all kinds: an upper bound of the peak, because different kinds peak at different
+        times.
+        """
         return sum(self.kinds.values())
 
     @property
     def needed(self) -> float:
-        """Bytes that a rank needs to run: all kinds that exist at once, and the memory of libraries."""
+        """Bytes that a rank needs at the peak: tensors that exist at once, and the memory of libraries such as NCCL."""
         return self.total - self.apart + OVERHEAD
 
     @property
     def likely(self) -> float:
-        """Bytes that a rank is likely to reserve."""
+        """Bytes that torch's allocator is likely to reserve on a rank: those needed, and some for fragmentation."""
         return likely_bytes(self.needed, self.activations)
 
     def __str__(self) -> str:
@@ -129,7 +137,13 @@ def estimate_memory(
     apart: bool = False,  # whether no gradients exist before the step's only backward pass
     **further: Any,  # fields of Situation
 ) -> MemoryEstimate:
-    """Estimate the bytes that one rank holds in training."""
+    """Estimate the bytes that one rank holds in training: the pipeline rank ``pp_rank``, at the coordinates ``ranks``
+    on the other axes.
+
+    ``tokens`` are those of a microbatch, over all context-parallel ranks. ``chunk_rows`` rows of logits exist at once;
+    with ``fused``, kernels overwrite them with their gradients. ``apart`` says that no gradients exist before the
+    step's only backward pass. ``further`` are fields of :class:`.situation.Situation`.
+    """
     here = dict(ranks or {})
     adapters = {adapter.name for adapter in plan.adapters}
     held = [plan.by_name[name] for name in plan.local_names(pp_rank)]
@@ -186,7 +200,7 @@ def estimate_memory(
 def most_at_once(
     kept: _Bytes, loss: _Bytes, running: _Bytes, first: _Bytes, gradients: _Bytes
 ) -> _Bytes:
-    """Return the bytes at the fullest of three moments.
+    """Return the most bytes that exist at one of three moments of a step.
 
     The moments are: everything ``kept`` plus the ``loss``; everything ``kept`` plus the last layer's backward pass
     (``running``); the ``first`` layer's backward pass plus the ``gradients`` of later layers.
@@ -201,7 +215,7 @@ def _bytes_not_at_once(
     all_kinds: MemoryEstimate,
     training: Iterable[ParameterPlan],
 ) -> int:
-    """Return the bytes that do not exist at the moment of the peak, for a step before which the parameters in
+    """Return how many of the estimated bytes ``all_kinds`` do not exist at the peak. Before the step, the parameters in
     ``training`` have no gradients.
     """
     made = [] if offloaded(plan).parameters else training
@@ -226,21 +240,27 @@ def _bytes_not_at_once(
 
 
 def _looked_up(plan: Plan, pp_rank: int) -> set[str]:
-    """Return the names of the matrices outside the layers that are not the head."""
+    """Return the names of the matrices outside the layers that are looked up by index, such as the token embedding: all
+    except the head's weight.
+    """
     head = plan.by_name.get(f"{plan.head}.weight") if has_head(plan, pp_rank) else None
     multiplied = {head.tied_to or head.name} if head is not None else set[str]()
     return {name for name in around_layers(plan) if is_matrix(plan, name)} - multiplied
 
 
 def _kept_versions(plan: Plan, pp_rank: int) -> tuple[int, int]:
-    """Return two numbers: kept older versions of trained weights, and kept sets of gradients."""
+    """Return how many older versions of trained weights, and how many sets of gradients, the pipeline schedule makes
+    the rank keep.
+    """
     return schedule_of(plan.layout.pipeline_schedule).kept(plan.layout.pp, pp_rank)
 
 
 def _left_out_bytes(
     plan: Plan, training: Iterable[ParameterPlan], ranks: dict[str, int], mixed: bool
 ) -> int:
-    """Return the bytes of errors that gradient compression keeps between steps, in at least 32 bits."""
+    """Return the bytes of the compression errors that gradient compression keeps on a rank for the next step, in at
+    least 32 bits.
+    """
     compressor = provided("gradient_compressions", str(plan.layout.gradient_compression))
     if compressor is None:
         return 0
@@ -261,8 +281,8 @@ def weight_bytes(
     ranks: dict[str, int],
     axes: Collection[str] = (),
 ) -> int:
-    """Return a parameter's bytes on the rank at ``ranks``, unsharded over ``axes``; padding makes all data shards
-    equal.
+    """Return the bytes of a parameter's shard on the rank at ``ranks``, as if it were not sharded over ``axes``. Data
+    ranks pad their shards to equal sizes.
     """
     cuts = [cut for cut in planned.cuts if cut.axis not in axes]
     quantized = plan.quantized
@@ -287,7 +307,9 @@ def _padded(
 
 
 def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> int:
-    """Return the bytes of 16-bit copies of 32-bit parameters; microbatches with the same weights share one copy."""
+    """Return the bytes of the 16-bit copies of 32-bit parameters that exist at once under mixed precision; microbatches
+    that use the same version of the weights share a copy.
+    """
     all_cast = situation.mixed == "bf16_params"
     looked_up = _looked_up(plan, situation.pp_rank)
     quantized = frozenset(plan.quantized_weights)
@@ -311,14 +333,17 @@ def _copied(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> 
 
 
 def _is_read_in_place(plan: Plan, planned: ParameterPlan, cast: bool) -> bool:
-    """Return whether a rank computes with a parameter's stored tensor itself: it is neither gathered nor cast."""
+    """Return whether a rank computes with a parameter's stored tensor itself, because it is neither gathered nor cast
+    nor in CPU memory.
+    """
     moved = planned.data_cuts or offloaded(plan).parameters
     return not (moved or (cast and planned.dtype.itemsize != 2))
 
 
 def _gathered(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -> int:
-    """Return the bytes of all-gathered weights: those outside the layers and of the largest layer, or of all layers if
-    none is freed. Replicas compute with unsharded, uncast weights in place.
+    """Return the bytes of gathered or cast weights that exist at once: those outside the layers, and those of the
+    largest layer (of all layers if they are kept for a whole step). Weights that are neither gathered nor cast are not
+    counted.
     """
     layout = plan.layout
     mixed = situation.mixed != "no"
@@ -342,8 +367,8 @@ def _gathered(plan: Plan, held: Sequence[ParameterPlan], situation: Situation) -
 
 
 def _exchanged(plan: Plan, situation: Situation, tokens: int) -> int:
-    """Return the context-parallel buffers of a layer, with LLaMA's names or with projections as wide as
-    hidden states.
+    """Return the bytes of the keys and values, or heads, that context-parallel ranks exchange in one layer. Projections
+    without LLaMA's names are assumed to be as wide as the hidden states.
     """
     if not plan.layers:
         return 0

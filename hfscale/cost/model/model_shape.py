@@ -1,4 +1,6 @@
-"""Read the sizes of a decoder that its step time depends on, from a config of transformers or from a plan."""
+"""Read the sizes of a decoder on which the time of a step depends, such as its width, from a config of transformers or
+from a plan.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +16,7 @@ from .layer_bytes import stream_width
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Describe a decoder whose layers all have the same kind."""
+    """Describe the sizes of a decoder, such as layers and widths; all layers are assumed to be of the same kind."""
 
     layers: int
     hidden: int  # width of the hidden states
@@ -30,41 +32,41 @@ class ModelShape:
 
     @property
     def attention_weights(self) -> int:
-        """Entries of the projections of one layer's attention."""
+        """Number of entries of the attention projections of one layer."""
         return self.hidden * (2 * self.queries + 2 * self.keys)
 
     @property
     def mlp_width(self) -> int:
-        """Width inside the MLP per token: summed over all experts that the token is sent to."""
+        """Number of intermediate units that a token uses in one layer, summed over the experts that it is sent to."""
         return self.ffn * max(self.routed, 1) + self.shared if self.experts else self.ffn
 
     @property
     def active_weights(self) -> int:
-        """Entries of the matrices in one layer that a token uses."""
+        """Number of entries of the matrices of one layer that a token is multiplied with."""
         return self._dense(self.mlp_width)
 
     @property
     def expert_weights(self) -> int:
-        """Entries of the matrices of one layer's experts."""
+        """Number of entries of the matrices of all experts in one layer."""
         return self._matrices * self.hidden * self.ffn * self.experts
 
     @property
     def layer_weights(self) -> int:
-        """Entries of the matrices of one layer."""
+        """Number of entries of all matrices in one layer."""
         return self._dense(self.shared if self.experts else self.ffn) + self.expert_weights
 
     def held(self, tp: int) -> float:
-        """Return the entries of one layer, without experts, on one of ``tp`` tensor-parallel ranks."""
+        """Return the number of matrix entries of one layer, without experts, on one of ``tp`` tensor-parallel ranks."""
         return (self.layer_weights - self.expert_weights) / tp
 
     @property
     def table_weights(self) -> int:
-        """Entries of the embedding or the head."""
+        """Number of entries of the token embedding, or of the head."""
         return self.vocabulary * self.hidden
 
     @property
     def weights(self) -> int:
-        """Number of entries of all matrices."""
+        """Number of entries of all matrices of the decoder; a tied head counts once with the embedding."""
         return self.layers * self.layer_weights + (1 if self.tied else 2) * self.table_weights
 
     @property
@@ -72,7 +74,9 @@ class ModelShape:
         return 3 if self.gated else 2
 
     def _dense(self, width: int) -> int:
-        """Return the entries of attention, an MLP of the given width, and the router."""
+        """Return the number of entries, in one layer, of the attention projections, of an MLP with ``width``
+        intermediate units, and of the router.
+        """
         return (
             self.attention_weights
             + self._matrices * self.hidden * width
@@ -81,7 +85,7 @@ class ModelShape:
 
 
 def shape_of(config: Any) -> ModelShape:
-    """Return the shape of the decoder that a config of transformers describes."""
+    """Return the sizes of the decoder that a config of transformers describes."""
     text = text_config(config)
     # Families name these fields differently, but seldom mean different things.
     layers = _first(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -116,15 +120,15 @@ def shape_of(config: Any) -> ModelShape:
 
 
 def _first(config: Any, *names: str) -> int:
-    """Return the first field of ``names`` that a config has (the minimum if layers differ); 0 if it has
-    none of them.
+    """Return the value of the first field in ``names`` that a config has; the minimum if it has one value per layer; 0
+    if it has none of the fields.
     """
     return min(counts(config, names), default=0)
 
 
 def shape_of_plan(plan: Plan, config: Any = None) -> ModelShape:
-    """Return the shape of a plan's decoder, with the mean number of weights per layer. ``config`` gives the widths of
-    heads.
+    """Return the sizes of a plan's decoder, with widths that give the mean number of weights per layer. A ``config`` is
+    needed only for the exact widths of query and key heads.
     """
     if not plan.layers:
         raise ConfigError(
@@ -160,7 +164,7 @@ def shape_of_plan(plan: Plan, config: Any = None) -> ModelShape:
 
 
 def _matrices(plan: Plan, experts: int = 0) -> Iterator[tuple[str, int, bool]]:
-    """Yield name, number of entries, and whether it belongs to experts, for each matrix of the layers."""
+    """Yield, for each matrix in the layers, its name, its number of entries, and whether it is a weight of experts."""
     adapters = {adapter.name for adapter in plan.adapters}
     mixtures = tuple(f"{mixture.name}." for mixture in plan.mixtures)
     layers = tuple(f"{layer}." for layer in plan.layers)

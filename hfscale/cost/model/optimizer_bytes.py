@@ -37,7 +37,7 @@ _COUNT = 4  # bytes of a count of steps
 
 @dataclass(frozen=True)
 class BitsAndBytesOptimizer:
-    """Describe one of bitsandbytes' optimizers."""
+    """Describe one of bitsandbytes' optimizers: its class, the bits of its state, and whether the state is paged."""
 
     stock: str  # the class in bitsandbytes
     bits: int  # bits per value of the state
@@ -58,11 +58,13 @@ BITSANDBYTES = {
     for stock, names in _BITSANDBYTES_NAMES.items()
     for name in names
 }
-"""bitsandbytes' optimizers by their names in HF Trainer; ``adam_8bit`` in addition."""
+"""Map HF Trainer's names of bitsandbytes' optimizers, and the additional name ``adam_8bit``, to their descriptions."""
 
 _TORCH = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 NAMES = (*_TORCH, "adafactor", "muon", *BITSANDBYTES)
-"""The optimizers whose state can be computed: those of :func:`hfscale.create_optimizer`."""
+"""Names of the optimizers whose state's bytes can be computed; :func:`hfscale.create_optimizer` accepts the same
+names.
+"""
 
 
 def optimizer_bytes(
@@ -74,12 +76,12 @@ def optimizer_bytes(
     stacks: Sequence[str] = (),
     lookup: str | None = None,
 ) -> int:
-    """Return the bytes of the optimizer's state after its first step, on the rank at ``ranks``, which holds
-    ``trained``.
+    """Return the bytes of the state of the optimizer ``name`` after its first step, on the rank at the coordinates
+    ``ranks``, for its shards of the parameters ``trained``.
 
     ``options`` are those that change the state: ``momentum``, ``amsgrad``, ``min_8bit_size``,
-    ``embeddings_in_32_bits``, ``experts``. ``layers`` are the names of layers, whose matrices Muon steps; ``stacks``
-    those of modules with stacked experts; ``lookup`` is the name of the token embedding.
+    ``embeddings_in_32_bits``, ``experts``. ``layers`` are the names of the layers, whose matrices Muon updates;
+    ``stacks`` are the names of the modules with stacked experts; ``lookup`` is the name of the token embedding.
     """
     given = dict(options or {})
     if given.get("stochastic_rounding"):  # the optimizer steps 32-bit copies
@@ -117,7 +119,9 @@ def _bytes_of_tensors(
     tensors: int,
     counts: bool = True,
 ) -> int:
-    """Return the bytes of ``tensors`` tensors of the shard's size and dtype; an empty shard has no state."""
+    """Return the bytes of an optimizer state that has ``tensors`` tensors of the shard's size and dtype and, with
+    ``counts``, a count of steps; 0 for an empty shard.
+    """
     entries = prod(planned.local_shape(ranks))
     return (tensors * entries * planned.dtype.itemsize + _COUNT * counts) if entries else 0
 

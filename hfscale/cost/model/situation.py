@@ -1,4 +1,6 @@
-"""Describe everything on which memory depends in addition to the plan: rank, batch, and measured layers."""
+"""Describe the properties of a run that its memory depends on and its plan does not contain: the rank, the batch, and
+measured activation bytes of layers.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,12 +8,14 @@ from dataclasses import dataclass, field
 from ...plan import ParameterPlan, Plan
 
 Kind = tuple[tuple[str, tuple[int, ...]], ...]
-"""Names and shapes of a layer's parameters. Layers with the same names and shapes keep the same bytes."""
+"""Names and shapes of a layer's parameters. Layers with equal names and shapes are assumed to keep equally many
+activation bytes.
+"""
 
 
 @dataclass(frozen=True)
 class Types:
-    """Hold the bytes per value of the tensors in a forward pass."""
+    """Hold the bytes per value of a model's activations: inside blocks, between blocks, and in adapters."""
 
     size: int  # bytes per value within blocks
     adapters: int  # bytes per value of adapters' weights in their products
@@ -25,13 +29,15 @@ class Types:
         return self.autocasts or self.size
 
     def as_kept(self, size: float) -> float:
-        """Return the bytes at which a layer keeps a value of ``size`` bytes."""
+        """Return the bytes that a value of ``size`` bytes takes when a layer keeps it for the backward pass; fewer if
+        activations are kept in 8 bits.
+        """
         return size if self.kept is None else self.kept
 
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Hold the bytes per token of one layer."""
+    """Hold the activation bytes per token of one layer."""
 
     kept: float  # bytes that the layer keeps for its backward pass
     stream: float  # bytes of the input, kept if the layer is recomputed
@@ -45,7 +51,7 @@ class LayerBytes:
 
 @dataclass(frozen=True)
 class MeasuredLayers:
-    """Hold the measured bytes per token of a model's own layers, on one rank of a layout."""
+    """Hold the activation bytes per token that were measured by running a model's layers, for one rank of a layout."""
 
     first: LayerBytes  # bytes of the first layer, whose input may need no gradient
     layers: Mapping[Kind, LayerBytes]  # bytes of all other layers, by kind
@@ -56,13 +62,17 @@ class MeasuredLayers:
     in_8_bits: "MeasuredLayers | None" = None
 
     def of_layer(self, plan: Plan, layer: str) -> LayerBytes | None:
-        """Return the bytes of a layer; ``None`` if no layer of its kind was measured."""
+        """Return the measured bytes of a layer; ``None`` if no layer with the same parameter names and shapes was
+        measured.
+        """
         return self.first if layer == plan.layers[0] else self.layers.get(kind_of(plan, layer))
 
 
 @dataclass(frozen=True)
 class Situation:
-    """Describe the properties of a run that its plan does not contain: rank, tokens, schedule."""
+    """Describe the properties of a run that its memory depends on and its plan does not contain: rank, tokens,
+    microbatches in flight.
+    """
 
     tokens: int  # tokens of one microbatch on one rank
     pp_rank: int = 0  # pipeline rank
@@ -82,11 +92,11 @@ class Situation:
 
     @property
     def length(self) -> int:
-        """Tokens per sequence."""
+        """Number of tokens of a sequence."""
         return self.sequence_length or self.tokens
 
     def held_by(self, stage: int) -> int:
-        """Return how many microbatches a stage holds at once."""
+        """Return for how many microbatches the stage ``stage`` keeps activations at once."""
         return self.in_flight[stage] if stage < len(self.in_flight) else 1
 
 
@@ -97,7 +107,9 @@ def own_parameters(plan: Plan, layer: str) -> list[ParameterPlan]:
 
 
 def kind_of(plan: Plan, layer: str) -> Kind:
-    """Return the kind of a layer: equal for layers with the same parameters, and the same in every layout."""
+    """Return the names and shapes of a layer's parameters, which are equal for layers that keep equally many bytes, in
+    any layout.
+    """
     owned = own_parameters(plan, layer)
     return tuple(
         sorted((planned.name.removeprefix(f"{layer}."), tuple(planned.shape)) for planned in owned)

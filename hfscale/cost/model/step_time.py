@@ -1,6 +1,8 @@
-"""Estimate the seconds of a step by term: parts of the decoder, pipeline bubble, data parallelism, optimizer.
+"""Estimate the seconds of a training step as a sum of terms: matrix products, attention, communication, pipeline
+bubble, optimizer and others.
 
-Per layer, for the forward and backward pass of one microbatch::
+Per layer, for the forward and backward pass of one microbatch, with ``s`` tokens per sequence and ``q`` as the width of
+all query heads together::
 
     products      2 FLOPs per token and weight forward, 4 backward, 2 more if a layer is recomputed, and 2 for MLPs
                   that run in tiles; 8-bit products at their own rate, plus casts
@@ -8,14 +10,15 @@ Per layer, for the forward and backward pass of one microbatch::
     elementwise   norms and residuals: 44 bytes per value of hidden states, 8 per value of queries, keys, values and
                   attention's result, 30 per value inside a gated MLP (14 inside a plain one), in 16 bits
     accumulation  12 bytes per weight: the gradient is written, read, and added in 32 bits
-    exchange      bytes that the blocks' collectives send within the layer, not overlapped
+    exchange      bytes that tensor-, context- and expert-parallel collectives send in the layer, not overlapped
 
 Matrix products are assumed to run at the same rate for every shape, because the runs to which constants were fitted
 show no difference.
 
-A pipeline with a flush takes ``sum(t_s) + (m - 1) max(t_s)``, where ``t_s`` is a stage's forward and backward pass of
-one microbatch; with uneven stages, this is within 3.6% of a simulation of 1F1B. With ``v`` stages per rank, the first
-term is ``sum(t_r) / v`` (Narayanan et al. 2021).
+A synchronous pipeline takes ``sum(t_s) + (m - 1) max(t_s)`` for ``m`` microbatches, where ``t_s`` is the time of stage
+``s`` for the forward and backward pass of one microbatch; with uneven stages, this is within 3.6% of a simulation of
+1F1B. If each pipeline rank ``r`` has ``v`` stages, which take ``t_r`` together, the first term is ``sum(t_r) / v``
+(Narayanan et al. 2021).
 """
 
 from collections.abc import Sequence
@@ -35,7 +38,9 @@ _TILE = 3.2  # launching a tile's norms and MLP three times takes this many time
 
 @dataclass(frozen=True)
 class Seconds:
-    """Hold the seconds of one part of a model for one microbatch."""
+    """Hold the seconds that one part of a model, such as a layer, takes for the forward and backward pass of one
+    microbatch.
+    """
 
     products: float = 0.0  # matrix products
     attention: float = 0.0  # scores and weighted sums
@@ -47,7 +52,7 @@ class Seconds:
 
     @property
     def device(self) -> float:
-        """Seconds of the device's work."""
+        """Seconds for which the device computes and communicates."""
         return (
             self.products
             + self.attention
@@ -58,7 +63,9 @@ class Seconds:
         )
 
     def stage(self, constants: Constants) -> float:
-        """Return the seconds of a part: a smooth maximum of the device's work and the CPU's kernel launches."""
+        """Return the seconds that a part of the model takes: about the larger of the device's time and the CPU's time
+        to launch kernels, and somewhat more if both are close.
+        """
         p = constants.sharpness
         most = max(self.device, self.host)
         return (
@@ -73,7 +80,7 @@ class Seconds:
 
 
 def layer_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Constants) -> Seconds:
-    """Return the seconds of one layer."""
+    """Estimate the seconds of one layer for the forward and backward pass of one microbatch."""
     layout = job.layout
     tokens = job.tokens
     tp = job.layout.tp
@@ -121,8 +128,8 @@ def layer_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Cons
 
 
 def pair_cost(plan: Plan, config: Any) -> float:
-    """Return the time of attention per pair of tokens in a row, divided by the time of everything else per token, on an
-    H100. So a row of ``n`` tokens takes a time proportional to ``n + n * n * pair_cost``.
+    """Return the constant ``pair_cost`` with which a row of ``n`` packed tokens takes a time proportional to ``n + n *
+    n * pair_cost``: the second term is that of attention. It is computed for an H100.
     """
     shape = shape_of_plan(plan, config)
     job = job_of(plan, sequence=1, batch=1, microbatches=1)
@@ -134,7 +141,9 @@ def pair_cost(plan: Plan, config: Any) -> float:
 
 
 def head_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Constants) -> Seconds:
-    """Return the seconds of the head with its loss; the vocabulary is sharded over tensor-parallel ranks."""
+    """Estimate the seconds of the head and the loss for one microbatch; the vocabulary is sharded over tensor-parallel
+    ranks.
+    """
     bandwidth = constants.memory * machine.memory_bandwidth
     logits = job.tokens * shape.vocabulary / job.layout.tp
     products = (4 + 2 * job.trained) * logits * shape.hidden / _product_rate(machine, constants)
@@ -154,22 +163,26 @@ Parts = tuple[Seconds, Seconds, Seconds]
 
 
 def part_seconds(shape: ModelShape, job: Job, machine: Machine, constants: Constants) -> Parts:
-    """Return the seconds of each part that stages are made of."""
+    """Return the seconds, for one microbatch, of a layer, of the head with the loss, and of the communication of
+    tensor-parallel ranks at the embedding or the head.
+    """
     edge = edge_traffic(shape, job) / tensor_bus(job.layout.tp, machine, constants)
     given = shape, job, machine, constants
     return layer_seconds(*given), head_seconds(*given), Seconds(exchange=edge)
 
 
 def stage_seconds(places: Sequence[Place], parts: Parts) -> list[Seconds]:
-    """Return the seconds of a microbatch on each pipeline rank."""
+    """Return the seconds of each pipeline rank for one microbatch, from the seconds of a layer, of the head, and of
+    communication at the embedding or head (``parts``).
+    """
     layer, head, edge = parts
     return [layer * place.layers + head * place.head + edge * place.ends for place in places]
 
 
 @dataclass(frozen=True)
 class StepTime(Seconds):
-    """Hold the seconds of one step by term; their sum is :attr:`total`. The terms of :class:`Seconds` are those of the
-    slowest stage, and ``host`` is the time that this stage's device waits for the CPU.
+    """Hold the seconds of one step as terms whose sum is :attr:`total`. The terms of :class:`Seconds`, such as matrix
+    products, are those of the slowest pipeline rank; ``host`` is the time for which its device waits for the CPU.
     """
 
     handover: float = 0.0  # transfers between stages
@@ -181,7 +194,7 @@ class StepTime(Seconds):
 
     @property
     def terms(self) -> dict[str, float]:
-        """Seconds by term."""
+        """Seconds of each term of a step, such as ``products`` or ``bubble``."""
         return dict(vars(self))
 
     @property
@@ -202,7 +215,12 @@ def step_time(
     | None = None,  # per rank: expert entries, summed over the data-parallel ranks that shard them
     parts: int | None = None,  # parts of a stage's time; other stages wait only for the first part
 ) -> StepTime:
-    """Estimate the seconds of one step."""
+    """Estimate the seconds of one step from each pipeline rank's seconds per microbatch (``stages``), and the numbers
+    of entries of its weights and experts.
+
+    ``bubble`` is the time that the slowest rank waits for others, if a schedule was simulated. Without it, other ranks
+    wait only for the first of ``parts`` equal parts of a rank's time, by default one per stage.
+    """
     hop = constants.hop if job.layout.pp > 1 else 0.0
     taken = [stage.stage(constants) + hop for stage in stages]
     slowest = max(range(len(taken)), key=taken.__getitem__)
@@ -242,8 +260,8 @@ def _data_seconds(
     machine: Machine,
     constants: Constants,
 ) -> float:
-    """Return the seconds that a step waits for data-parallel communication, without the time that is overlapped by the
-    last ``backward`` pass.
+    """Return the seconds that a step waits for data-parallel communication. Communication that overlaps with the last
+    backward pass, of ``backward`` seconds, is not counted.
     """
     layout = job.layout
     shards = job.layout.dp_shard

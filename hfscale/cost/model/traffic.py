@@ -1,16 +1,16 @@
-"""Compute the bytes that a rank sends over each axis, from the shapes of model and step.
+"""Compute the bytes that a rank sends in a step over each parallel axis, from the sizes of the model and the batch.
 
-Collectives run as rings. With ``n`` ranks, a gather or a scatter sends ``(n-1)/n`` of the whole tensor, an all-reduce
-twice as much. ``x`` are the bytes of a microbatch's hidden states, ``w`` those of a rank's weights before data
-sharding::
+Collectives run as rings. With ``n`` ranks on the axis, an all-gather or a reduce-scatter sends ``(n-1)/n`` of the full
+tensor, an all-reduce twice as much. ``x`` are the bytes of a microbatch's hidden states, ``w`` those of a rank's
+weights before they are sharded over data ranks::
 
-    tp             8 x (n-1)/n per layer: two blocks, each with a gather and a scatter (or an all-reduce) in
-                   both directions; 10 if inputs are gathered again for the weights' gradients; 3 more (2 with
-                   all-reduces) if the layer is recomputed: its forward pass without the last scatter; 2 at the
-                   embedding and 2 at the head. If a mixture's experts are whole, half of the layer's bytes, for
-                   attention: each rank sends its shard of the tokens, and tokens are gathered before and after the
-                   mixture (2 more) unless the sequence is sharded anyway; or the usual 4, if sums are fewer bytes
-                   than routes. Once per step 2 (n-1)/n of the partial gradients: of adapters' weights, of routers
+    tp             8 x (n-1)/n per layer: attention and MLP each have a gather and a scatter (or an all-reduce) in
+                   both passes. 10 instead of 8 if the backward pass gathers inputs again. 3 more (2 with all-reduces)
+                   if the layer is recomputed: its second forward pass needs no last scatter. In addition 2 at the
+                   embedding, and 2 at the head. In MoE layers with whole experts, each rank sends its shard of the
+                   tokens to the experts: 4 for attention, and 2 to gather tokens before and after the experts, unless
+                   the sequence is sharded anyway; or 8 as above, if all-reducing the experts' outputs takes fewer
+                   bytes than sending tokens. Once per step 2 (n-1)/n of partial gradients: of adapters, of routers
     ep             4 x (n-1)/n per expert that a token is sent to: dispatch, combine, and their gradients; 2 more
                    if the layer is recomputed
     cp             3 (n-1)/n of all keys and values: gathered in both passes, gradients scattered; if heads are
@@ -18,8 +18,8 @@ sharding::
                    the forward part again if the layer is recomputed
     pp             x forward and its gradient backward, sharded over the tensor-parallel ranks if the sequence is
     dp_shard       (n-1)/n w once, to reduce gradients; weights are gathered once, or (without stages) in both
-                   passes of each microbatch, weights around the layers in one pass; experts that are spread over n
-                   of these ranks have only 1/n of the ranks to shard over
+                   passes of each microbatch, embedding and head in one pass; experts that are distributed over n of
+                   these ranks are sharded over only 1/n of them
     dp_replicate   2 (n-1)/n of the shards' gradients
 
 The bandwidth of a collective is the bus bandwidth of nccl-tests (``bus``). Within a node it is the links' bandwidth.
@@ -36,7 +36,7 @@ from .model_shape import ModelShape
 
 @dataclass(frozen=True)
 class Traffic:
-    """Hold the bytes that a rank sends over each axis."""
+    """Hold the bytes that a rank sends over each parallel axis."""
 
     tp: float = 0.0
     ep: float = 0.0
@@ -47,12 +47,12 @@ class Traffic:
 
 
 def stream_bytes(shape: ModelShape, job: Job) -> float:
-    """Return the bytes of a microbatch's hidden states, summed over all tensor-parallel ranks."""
+    """Return the bytes of the hidden states of one microbatch, all tensor-parallel ranks together."""
     return job.value_bytes * job.tokens * shape.hidden
 
 
 def layer_traffic(shape: ModelShape, job: Job) -> Traffic:
-    """Return the bytes that one layer exchanges per microbatch, forward and backward."""
+    """Return the bytes that a rank sends for one layer and one microbatch, forward and backward, by parallel axis."""
     layout = job.layout
     stream = stream_bytes(shape, job)
     experts = 0.0
@@ -77,8 +77,8 @@ def layer_traffic(shape: ModelShape, job: Job) -> Traffic:
 
 
 def sums_experts(shape: ModelShape, job: Job) -> bool:
-    """Return whether all-reducing the experts' outputs over tensor-parallel ranks takes fewer bytes than sending
-    routes.
+    """Return whether tensor-parallel ranks all-reduce the experts' outputs instead of sending each token to its
+    experts, because this takes fewer bytes.
     """
     layout = job.layout
     alone = layout.slices_tokens and not job.sequence_parallel and layout.expert_batches == 1
@@ -86,12 +86,16 @@ def sums_experts(shape: ModelShape, job: Job) -> bool:
 
 
 def edge_traffic(shape: ModelShape, job: Job) -> float:
-    """Return the bytes per microbatch that a tensor-parallel rank sends for the embedding, or for the head."""
+    """Return the bytes that a tensor-parallel rank sends per microbatch for the embedding, or for the head, forward and
+    backward.
+    """
     return 2 * sent(job.layout.tp) * stream_bytes(shape, job)
 
 
 def data_traffic(layers: float, tables: float, experts: float, job: Job) -> Traffic:
-    """Return the bytes that a data-parallel rank sends per step, given its matrix entries before data sharding."""
+    """Return the bytes that a data-parallel rank sends per step for gradients and weights. ``layers``, ``tables``
+    (embedding and head) and ``experts`` are numbers of weights before they are sharded over data ranks.
+    """
     layout = job.layout
     sharded = 0.0
     replicated = 0.0
@@ -107,7 +111,9 @@ def data_traffic(layers: float, tables: float, experts: float, job: Job) -> Traf
 
 
 def rank_traffic(shape: ModelShape, job: Job, place: Place) -> Traffic:
-    """Return the bytes that one rank sends in a step."""
+    """Return the bytes that one pipeline rank's process sends in a step, by parallel axis; ``place`` describes its
+    layers and weights.
+    """
     layer = layer_traffic(shape, job)
     layers = place.layers
     count = job.microbatches
@@ -124,7 +130,9 @@ def rank_traffic(shape: ModelShape, job: Job, place: Place) -> Traffic:
 
 
 def tensor_bus(size: int, machine: Machine, constants: Constants) -> float:
-    """Return the bandwidth, in bytes per second, of a layer's collective over ``size`` neighbouring ranks."""
+    """Return the bandwidth, in bytes per second, that a collective of a layer's activations reaches over ``size``
+    neighboring ranks.
+    """
     within = constants.link * machine.link_bandwidth
     local = min(size, machine.ranks_per_node)
     return (
@@ -135,8 +143,8 @@ def tensor_bus(size: int, machine: Machine, constants: Constants) -> float:
 
 
 def data_bus(size: int, apart: int, machine: Machine, constants: Constants) -> float:
-    """Return the bandwidth, in bytes per second, of a collective of weights over ``size`` ranks with distance
-    ``apart``.
+    """Return the bandwidth, in bytes per second, that a collective of gradients or weights reaches over ``size`` ranks;
+    ``apart`` is the difference of successive rank numbers, which tells how many of them share a node.
     """
     within = constants.data_link * machine.link_bandwidth
     local = max(1, min(size, machine.ranks_per_node // min(apart, machine.ranks_per_node)))
@@ -148,15 +156,18 @@ def data_bus(size: int, apart: int, machine: Machine, constants: Constants) -> f
 
 
 def ring_share(collective: str, size: int) -> float:
-    """Return the bytes that a rank sends per byte that it passes to a ring collective over ``size`` ranks.
+    """Return how many bytes a rank sends in a ring collective over ``size`` ranks, divided by the bytes of the tensor
+    that it passes to the collective.
 
     The collective is ``allreduce``, ``allgather`` (given this rank's shard), ``reduce_scatter`` or ``alltoall``.
-    ``recv`` sends nothing, and any other collective sends the bytes that it is given.
+    ``recv`` sends nothing, and any other collective sends as many bytes as it is given.
     """
     shares = {"allreduce": 2 * sent(size), "allgather": size - 1.0, "recv": 0.0}
     return {**shares, "reduce_scatter": sent(size), "alltoall": sent(size)}.get(collective, 1.0)
 
 
 def sent(size: int) -> float:
-    """Return the fraction of a gathered tensor that a rank receives from other ranks."""
+    """Return the fraction of a full tensor that a rank sends in an all-gather or a reduce-scatter over ``size``
+    ranks.
+    """
     return (size - 1) / size

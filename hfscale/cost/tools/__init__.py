@@ -1,1 +1,3 @@
-"""Tools that use the cost models: estimates, search for layouts, dry runs and reports."""
+"""Estimate a layout, search for the fastest one, count the bytes of a simulated step, and report the memory of a
+rank.
+"""

@@ -1,8 +1,9 @@
-"""Run one step per kind of pipeline rank, without weights, processes or GPUs, and compare counted and estimated bytes.
+"""Count the bytes that ranks send and keep in one step, without weights, processes or GPUs, and compare them with the
+estimate.
 
-For each kind of stage, the training code builds one rank on the meta device, as one of all ranks of the layout over
-torch's fake process group (:mod:`.simulated_rank`), and runs a step. The bytes that the rank passes to collectives, and
-those that it keeps for backward passes, are counted.
+Pipeline ranks with the same numbers of layers, embeddings and heads are simulated once. The training code builds such a
+rank on the meta device, as one of all ranks of the layout over torch's fake process group (:mod:`.simulated_rank`), and
+runs a step. The bytes that the rank passes to collectives, and those that it keeps for backward passes, are counted.
 """
 
 import gc
@@ -33,7 +34,9 @@ _BESIDE = ("host", "pp", "ties", "others")  # counts of the step that estimates 
 
 @dataclass(frozen=True)
 class Compared:
-    """Compare counted with estimated bytes that a rank sends over one axis, or keeps."""
+    """Compare counted with estimated bytes: those that a rank sends in a step over one axis, or those that it keeps for
+    the backward pass.
+    """
 
     axis: str  # axis of the layout; ``pp``: hidden states between stages
     calls: int  # number of collectives
@@ -42,13 +45,13 @@ class Compared:
 
     @property
     def ratio(self) -> float:
-        """The estimate divided by the count; 1 if both are 0."""
+        """The estimated bytes divided by the counted bytes; 1 if both are 0."""
         return 1.0 if self.counted == self.estimated else self.estimated / max(self.counted, 1e-9)
 
 
 @dataclass(frozen=True)
 class StageRun:
-    """Hold the counts of one pipeline rank's step."""
+    """Hold the bytes that one pipeline rank sends and keeps in a simulated step, counted and estimated."""
 
     rank: int
     like: tuple[int, ...]  # ranks with the same contents
@@ -61,13 +64,13 @@ class StageRun:
 
     @property
     def compared(self) -> list[Compared]:
-        """All counts with their estimates: traffic by axis, then activations."""
+        """All comparisons of counted with estimated bytes: those sent, by axis, then those of activations."""
         return [*self.traffic, self.activations]
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """Hold the counts of a dry run. ``print`` it for a table."""
+    """Hold the result of a dry run: bytes that pipeline ranks send and keep in a step. ``print`` it for a table."""
 
     layout: str
     ranks: int
@@ -120,7 +123,9 @@ def dry_run(
     progress: bool = False,  # whether to show a progress bar in a terminal
     **given: Any,  # arguments of hfscale.plan
 ) -> DryRun:
-    """Run a step of one rank of every kind of stage on the meta device."""
+    """Run a step on the meta device, for one of each group of pipeline ranks with the same contents, and count the
+    bytes that it sends and keeps. ``given`` are arguments of :func:`hfscale.plan`.
+    """
     check_count("sequence_length", sequence_length)
     check_count("batch_size", batch_size)
     plan = make_plan(config, parallel, mixed_precision=mixed_precision, **given)
@@ -157,7 +162,9 @@ def dry_run(
 
 
 def _kinds(plan: Plan, places: list[Place]) -> list[tuple[int, ...]]:
-    """Group the pipeline ranks that hold the same layers and parts; the dry run runs the first rank of each group."""
+    """Group the pipeline ranks that have equal numbers of layers in their stages, of embeddings, heads and neighbors.
+    The dry run simulates the first rank of each group.
+    """
     kinds: dict[Any, list[int]] = {}
     for rank, place in enumerate(places):
         own = (
@@ -172,7 +179,7 @@ def _kinds(plan: Plan, places: list[Place]) -> list[tuple[int, ...]]:
 
 
 def _compared(counted: SimulatedTraffic, estimated: Traffic) -> tuple[Compared, ...]:
-    """Return the counted bytes per axis with the estimate; leave out axes without any bytes."""
+    """Pair the counted with the estimated bytes of each axis, without axes over which nothing is sent."""
     sent = defaultdict[str, float](float)
     calls = Counter[str]()
     for axis in counted.calls.keys() - set(_BESIDE):

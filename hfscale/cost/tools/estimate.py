@@ -32,7 +32,7 @@ _MOST_ACTIONS = 100_000  # most actions to simulate; larger schedules use a form
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """Hold the estimate of one pipeline rank."""
+    """Hold the estimate of one pipeline rank: its layers, its seconds per microbatch, and its memory."""
 
     rank: int
     layers: int
@@ -42,7 +42,7 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Hold the estimated seconds and bytes of a step. ``print`` it for a table."""
+    """Hold the estimated seconds of a training step and the bytes of each pipeline rank. ``print`` it for a table."""
 
     hardware: Machine
     layout: str  # description of the layout
@@ -67,27 +67,31 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: the model's FLOPs as a fraction of the peak (Chowdhery et al. 2022)."""
+        """Model FLOPs utilization: the model's FLOPs per second as a fraction of the GPUs' peak (Chowdhery et al.
+        2022).
+        """
         return self.flops / (self.seconds * self.ranks * self.hardware.flops)
 
     @property
     def fullest(self) -> StageEstimate:
-        """The rank that is likely to need the most memory."""
+        """The estimate of the pipeline rank that is likely to reserve the most memory."""
         return max(self.stages, key=lambda stage: stage.memory.likely)
 
     @property
     def needed(self) -> float:
-        """Bytes that the fullest rank needs to run."""
+        """Bytes that the pipeline rank with the most memory needs to run."""
         return self.fullest.memory.needed
 
     @property
     def likely(self) -> float:
-        """Bytes that the fullest rank is likely to reserve."""
+        """Bytes that the pipeline rank with the most memory is likely to reserve."""
         return self.fullest.memory.likely
 
     @property
     def verdict(self) -> str:
-        """``fits``, ``tight`` (the allocator will be short of memory, and so slow) or ``does not fit``."""
+        """Whether the fullest rank fits into the hardware's memory: ``fits``, ``tight`` (the allocator will be short of
+        memory, and so slow) or ``does not fit``.
+        """
         return self.hardware.verdict(self.needed, self.likely)
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -171,8 +175,8 @@ def estimate(
     mixed_precision: str = "no",
     **plan_kwargs: Any,
 ) -> Estimate:
-    """Estimate seconds and bytes of one training step, for each pipeline rank, by kind and by term. Nothing runs.
-
+    """Estimate, without running it, the seconds of one training step (matrix products, communication, pipeline bubble
+    ...) and the bytes that each pipeline rank holds (weights, activations ...).
     Bytes are those of :func:`hfscale.memory_estimate`. Seconds come from constants that were fitted on runs of hfscale
     on one H100 and one H200 (for communication, on runs of other code on H100s), or from the measurements of ``hfscale
     calibrate``.
@@ -183,8 +187,8 @@ def estimate(
         hardware: a name (``h100``, ``rtx-4090``, ``mi300x``, ...: :func:`machine_names`), a JSON file of
             ``hfscale calibrate``, or a :class:`hfscale.cost.model.machines_known.Machine`.
         sequence_length: tokens of a sequence.
-        batch_size: sequences per microbatch of one batch rank.
-        num_microbatches: microbatches of one batch rank per step; by default the layout's, or one per stage.
+        batch_size: sequences per microbatch of one data-parallel rank.
+        num_microbatches: microbatches of one data-parallel rank per step; by default the layout's, or one per stage.
         optimizer: a name that :func:`hfscale.create_optimizer` accepts.
         optim_args: options of the optimizer that change its state.
         mixed_precision: ``"no"``, ``"bf16"``, ``"bf16_params"`` or ``"fp8"``.
@@ -230,8 +234,8 @@ def costs(
     mixed_precision: str,
     **of_optimizer: Any,
 ) -> tuple[ModelShape, Job, list[MemoryEstimate]]:
-    """Return shape, job, and the memory of each pipeline rank of a plan; ``spec`` is used to measure layers without a
-    formula.
+    """Return what estimates and dry runs are computed from: the sizes of the plan's decoder, the description of a step,
+    and the memory of each pipeline rank. With ``spec``, layers of unknown kinds are measured on the meta device.
     """
     count = microbatches or plan.layout.num_microbatches or plan.layout.pp
     shape = shape_of_plan(plan, None if spec is None else spec.config)
@@ -257,7 +261,7 @@ def _of_plan(
     constants: Constants,
     held: Sequence[MemoryEstimate],
 ) -> Estimate:
-    """Return the estimate of a plan, given the memory of its ranks."""
+    """Estimate the seconds of a plan's step, and return them with the memory of each pipeline rank (``held``)."""
     places = places_of(plan)
     weights = shape.layers * shape.active_weights + shape.table_weights
     attention = 12 * shape.layers * job.sequence * shape.queries / (2 if job.causal else 1)
@@ -289,8 +293,8 @@ def _of_plan(
 def _range_of_mixture(
     shape: ModelShape, job: Job, time: StepTime, held: Sequence[MemoryEstimate]
 ) -> list[str]:
-    """Return a note on a mixture: time and memory if the busiest expert-parallel rank gets half as many
-    tokens again.
+    """Return a note for MoE models: time and memory of a step if the busiest expert-parallel rank gets 1.5 times as
+    many tokens as the mean.
     """
     if not shape.experts:
         return []
@@ -309,7 +313,9 @@ def _range_of_mixture(
 
 
 def _played(plan: Plan, taken: list[float], job: Job) -> Timeline | None:
-    """Simulate the plan's schedule with each rank's seconds; ``None`` if there are no stages or too many actions."""
+    """Simulate the plan's pipeline schedule with each rank's seconds per microbatch (``taken``); ``None`` if there is
+    no pipeline, or if the schedule is too long.
+    """
     if plan.stages is None or plan.layout.pp * job.microbatches * job.virtual > _MOST_ACTIONS:
         return None
     again = 1 + job.recompute

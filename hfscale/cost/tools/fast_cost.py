@@ -1,9 +1,9 @@
-"""List all layouts for a number of GPUs and a global batch, and compute seconds and bytes of each from a summary of the
-model, fast enough to search thousands of layouts.
+"""List all layouts for a number of GPUs and a global batch, and compute the seconds and bytes of each from a summary of
+the model, fast enough to search thousands of layouts.
 
-Seconds are those of the time model. Bytes are those of :mod:`hfscale.cost.model.memory_model` for layers of one kind; a
-test compares both. Results that are the same for many candidates, like the seconds of a layer or the split into stages,
-are cached.
+Seconds are computed as in :mod:`hfscale.cost.model.step_time`. Bytes are those of
+:mod:`hfscale.cost.model.memory_model` for a model whose layers are all equal; a test compares both. Results that are
+the same for many layouts, like the seconds of a layer or the division of layers into stages, are cached.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,9 +27,11 @@ from ..model.step_time import Parts, part_seconds, stage_seconds, step_time
 from .model_summary import ModelSummary
 
 SCHEDULES = (("1f1b", 1), ("interleaved1f1b", 2), ("zbv", 2))
-"""Schedules to try, with stages per rank; without pipeline stages, only the first one."""
+"""Pipeline schedules that a search tries, each with its number of stages per rank; without pipeline stages, only the
+first one.
+"""
 WAYS = ("none", "elementwise", "full")
-"""Ways of recomputing activations to try."""
+"""Values of ``MemoryConfig.recompute`` that a search tries."""
 _LONG = 16384  # sequences with more tokens are worth sharding
 _NODES_OF_TENSOR_RANKS = 2
 OFFLOADS = (
@@ -42,7 +44,9 @@ OFFLOADS = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """Describe a step in one layout; tensor parallelism implies sequence parallelism."""
+    """Describe one setting that a search tries: layout, batch, recomputation and offload. Its norms are
+    sequence-parallel if it is tensor-parallel.
+    """
 
     job: Job
     offload: tuple[
@@ -51,7 +55,7 @@ class Candidate:
 
     @property
     def schedule(self) -> str:
-        """The pipeline schedule, also for a single stage."""
+        """Name of the pipeline schedule; the default's name if there is only one stage."""
         return str(self.job.layout.pipeline_schedule)
 
     @property
@@ -61,12 +65,14 @@ class Candidate:
 
     @property
     def recompute(self) -> str:
-        """The value of :attr:`hfscale.MemoryConfig.recompute`."""
+        """The setting's value of :attr:`hfscale.MemoryConfig.recompute`."""
         return "full" if self.job.recompute else "elementwise" if self.job.elementwise else "none"
 
     @property
     def levers(self) -> dict[str, Any]:
-        """How activations are recomputed, tokens per tile, and what is offloaded to CPU memory."""
+        """The options that save memory: how activations are recomputed, tokens per tile, and what is offloaded to CPU
+        memory.
+        """
         return {
             "recompute": self.recompute,
             "tile_tokens": self.job.tile or None,
@@ -83,7 +89,9 @@ class Candidate:
 
     @property
     def kind(self) -> str:
-        """The axes in use, in words."""
+        """The parallel axes that have several ranks, in words, such as ``tensor x pipeline``; ``replicas`` if only
+        whole models are replicated.
+        """
         layout = self.job.layout
         names = [
             ("tensor", layout.tp),
@@ -125,7 +133,7 @@ class Candidate:
         return arguments
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as plain numbers and strings."""
+        """Return the setting as plain numbers and strings."""
         sizes = {axis.removeprefix("dp_"): size for axis, size in self.sizes.items()}
         step = {name: getattr(self.job, name) for name in ("batch", "microbatches", "virtual")}
         return {**sizes, **step, **self.levers, "schedule": self.schedule, "kind": self.kind}
@@ -134,7 +142,7 @@ class Candidate:
 def candidates(
     summary: ModelSummary, machine: Machine, gpus: int, sequences: int
 ) -> Iterator[Candidate]:
-    """Yield every layout of ``gpus`` ranks for ``sequences`` sequences per step."""
+    """Yield every setting with which ``gpus`` ranks train ``sequences`` sequences per step, without offload."""
     most = _NODES_OF_TENSOR_RANKS * machine.ranks_per_node
     sequence = summary.job.sequence
     longest = 1 if sequence < _LONG else sequence // (_LONG // 4)  # most context-parallel ranks
@@ -147,8 +155,8 @@ def candidates(
 
 
 def offloading(found: Iterable[Candidate], ways: Sequence[tuple[str, ...]]) -> Iterator[Candidate]:
-    """Yield the layouts of ``found`` with each of the ``ways`` to offload to CPU memory; only layouts with 1F1B or one
-    stage.
+    """Yield each setting in ``found`` with each of the ``ways`` to offload to CPU memory, such as ``("optimizer",
+    "activations")``. Settings with a pipeline schedule other than 1F1B are left out.
     """
     for candidate in found:
         for what in ways if candidate.schedule == SCHEDULES[0][0] else ():
@@ -159,7 +167,9 @@ def offloading(found: Iterable[Candidate], ways: Sequence[tuple[str, ...]]) -> I
 def _of_sizes(
     summary: ModelSummary, machine: Machine, sizes: tuple[int, int, int, int], sequences: int
 ) -> Iterator[Candidate]:
-    """Yield every batch size, schedule, expert axis, sharding and recomputation for the given axis sizes."""
+    """Yield the settings with these sizes of the tensor, pipeline, context and data axes, which vary in batch size,
+    schedule, expert ranks, sharding over data ranks, and recomputation.
+    """
     tp, pp, cp, dp = sizes
     local = max(1, machine.ranks_per_node // (tp * cp))
     shards = sorted(
@@ -195,7 +205,9 @@ def _ways(
     cp: int,
     schedule: str,
 ) -> list[tuple[str, int]]:
-    """Return pairs (way of recomputing, tokens per tile). Tiles are included only if a sequence has several tiles."""
+    """Return the settings of recomputation to try, as pairs of ``MemoryConfig.recompute`` and tokens per tile (0: no
+    tiles). Tiles are tried only if a microbatch has more than two of them.
+    """
     tile = summary.job.tile
     ways = [(way, 0) for way in WAYS]
     several = tile and summary.job.sequence * batch / cp > 2 * tile
@@ -206,7 +218,7 @@ def _ways(
 
 @cache
 def _layout(schedule: str, virtual: int, *sizes: int) -> ParallelConfig:
-    """Return the layout with these sizes, which are in the order of the axes."""
+    """Return the layout with ``sizes``, one per mesh axis, in the order of :data:`.AXES`."""
     named: dict[str, Any] = {f"{axis}_size": size for axis, size in zip(AXES, sizes, strict=True)}
     return ParallelConfig(**named, pipeline_schedule=schedule, virtual_stages=virtual)
 
@@ -219,7 +231,9 @@ def step_of(
     recompute: str,
     tile: int = 0,
 ) -> Job:
-    """Return the job of a model's step in a layout; tensor parallelism comes with sequence parallelism."""
+    """Describe a step of the model in a layout, for estimates of its time; with tensor parallelism, norms are
+    sequence-parallel.
+    """
     sizes: dict[str, Any] = {"batch": batch, "microbatches": microbatches}
     sizes |= {
         "recompute": float(recompute == "full"),
@@ -246,7 +260,9 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class CandidateCost:
-    """Hold a candidate with its seconds, and the bytes of its fullest rank."""
+    """Hold the estimated seconds of one setting of a search, and the bytes of the pipeline rank with the most
+    memory.
+    """
 
     candidate: Candidate
     seconds: float  # seconds per step
@@ -257,7 +273,9 @@ class CandidateCost:
 
     @property
     def mostly(self) -> str:
-        """The kind with most of the rank's bytes, in words."""
+        """Which bytes of the rank are more, in words: those of weights, gradients and optimizer, or those of
+        activations.
+        """
         return (
             "weights, gradients and optimizer" if self.states > self.activations else "activations"
         )
@@ -273,7 +291,7 @@ class CandidateCost:
 
 
 class FastCost:
-    """Estimate candidates of one model on one machine."""
+    """Estimate the seconds and bytes of the settings that a search tries, for one model and one kind of machine."""
 
     def __init__(self, summary: ModelSummary, machine: Machine, constants: Constants) -> None:
         self.summary = summary
@@ -283,7 +301,7 @@ class FastCost:
         self._layers = cache(self._balanced)
 
     def estimate(self, candidate: Candidate) -> CandidateCost:
-        """Return the seconds and bytes of a candidate."""
+        """Estimate the seconds of a step with this setting, and the bytes of the pipeline rank with the most memory."""
         job = candidate.job
         places = self._rank_contents(candidate)
         stages = stage_seconds(places, self._seconds(job))
@@ -309,7 +327,9 @@ class FastCost:
         )
 
     def _kept_bytes(self, job: Job) -> tuple[float, float, float, float]:
-        """Return a layer's bytes per token: kept, recomputed, gradients of activations, and its input."""
+        """Return four numbers of bytes per token of one layer: activations kept for the backward pass, activations that
+        exist only while the layer is recomputed, gradients of activations, and the layer's input.
+        """
         summary = self.summary
         layout = job.layout
         kept = (
@@ -366,8 +386,9 @@ class FastCost:
         return places
 
     def _balanced(self, p: int, virtual: int, back: bool) -> list[int]:
-        """Return the number of layers of each of ``p`` ranks, balanced by the planner's costs. ``back``: second stages
-        are on the ranks in reverse order.
+        """Return the number of layers on each of ``p`` pipeline ranks, balanced by the planner's costs of layers,
+        embedding and head. With ``back``, each rank has two stages, and the second ones are placed in reverse order of
+        the ranks.
         """
         shape = self.summary.shape
         layer = Cost(2 * shape.active_weights, shape.layer_weights).work()
@@ -385,7 +406,9 @@ class FastCost:
         rank: int,
         place: Place,
     ) -> tuple[float, float, float]:
-        """Return the bytes of states, of activations, and all bytes that one rank needs."""
+        """Return three numbers of bytes of one pipeline rank: weights, gradients and optimizer state; activations; and
+        all bytes that the rank needs at its peak.
+        """
         summary = self.summary
         shape = self.summary.shape
         job = c.job

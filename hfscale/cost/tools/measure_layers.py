@@ -1,7 +1,7 @@
 """Measure the activation bytes of a model's own layers, in full size, on one rank of a layout.
 
-The first layers of the model's own class are built by the training code, on the meta device and as one rank of the
-layout (:mod:`.simulated_rank`). They take a step on one sequence, in which saved-tensor hooks record the tensors that
+The training code builds the first layers of the model's own class on the meta device, as one rank of the layout
+(:mod:`.simulated_rank`), and runs a step on one or two sequences, in which saved-tensor hooks record the tensors that
 each layer keeps. A whole run keeps these bytes times the numbers of layers, sequences and microbatches in flight. The
 numbers of layers, stages and data-parallel ranks are reduced, because a layer's bytes do not depend on these numbers.
 """
@@ -48,9 +48,10 @@ _log = logging.getLogger(__name__)
 def measured_layers(
     plan: Plan, spec: RunSpec, sequence: int, batch: int = 1, layout: ParallelConfig | None = None
 ) -> MeasuredLayers | None:
-    """Measure the layers of a model on a rank, under ``layout`` or else the plan's layout. Return ``None`` if a formula
-    covers all layers, or if they cannot run on the meta device. At most two sequences run: more keep proportionally
-    more, but a single one may keep less.
+    """Measure the activation bytes of a model's layers on one rank of ``layout``, by default the plan's layout.
+
+    Return ``None`` if a formula gives the bytes of all layers, or if they cannot run on the meta device. At most two
+    sequences run: more sequences keep proportionally more, but a single one may keep less.
     """
     if all(is_known(plan, layer) for layer in plan.layers):
         return None
@@ -91,7 +92,9 @@ def measured_layers(
 
 
 def _small(layout: ParallelConfig) -> ParallelConfig:
-    """Return the layout with the fewest stages and data-parallel ranks that leave a layer's bytes unchanged."""
+    """Return the layout with as few stages and data-parallel ranks as possible without changing the activation bytes of
+    a layer.
+    """
     data = max(layout.expert_batches, min(2, layout.batch_world))
     few: dict[str, Any] = {"pp_size": 1, "dp_replicate_size": 1, "dp_shard_size": data}
     few |= {
@@ -106,7 +109,9 @@ def _small(layout: ParallelConfig) -> ParallelConfig:
 def _measured_once(
     spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]
 ) -> MeasuredLayers | None:
-    """Measure one layer of each kind, once per process."""
+    """Measure the activation bytes of one layer of each kind (equal names and shapes of parameters), in a batch of the
+    given ``sizes``; results are cached in this process.
+    """
     config = json.dumps(spec.config.to_dict(), sort_keys=True, default=str)
     key = (
         config + implementation_of(spec.config),
@@ -158,12 +163,16 @@ def _count(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> Meas
 
 
 def _with_again(part: LayerBytes, whole: LayerBytes) -> LayerBytes:
-    """Return the bytes of a layer that keeps ``part``, and keeps the rest of ``whole`` only while it is recomputed."""
+    """Return the bytes of a layer that recomputes some of its operations: it keeps ``part`` and, while it is
+    recomputed, everything that it keeps without recomputation (``whole``).
+    """
     return replace(part, again=max(0.0, whole.kept - part.kept))
 
 
 class _LayerCounter(SavedCounter):
-    """Count saved bytes by the layer that first saved a tensor, at the start of the backward pass."""
+    """Count the bytes of the tensors that each layer saves for its backward pass. A tensor that several layers save
+    counts for the first one.
+    """
 
     def __init__(
         self,
@@ -216,7 +225,10 @@ class _LayerCounter(SavedCounter):
         self._place = _BEHIND
 
     def kind_of(self, tensor: Tensor) -> str:
-        """Return the layer that saved a tensor, or the name of a part outside the layers."""
+        """Return the name of the layer that is saving a tensor. Outside the layers, return ``"before"`` or ``"behind"``
+        (modules before or after the layers), ``"shared"`` (an input that layers share, such as positions) or
+        ``"logits"``.
+        """
         if storage_key(tensor) in self._given:
             return _SHARED
         if self._place == _BEHIND and (
@@ -226,7 +238,9 @@ class _LayerCounter(SavedCounter):
         return self._place
 
     def unpack(self, saved: Any) -> Tensor:
-        """Note that the backward pass has begun, and count the tensor as being read."""
+        """Return a saved tensor to the backward pass, and count its bytes as read until the last operation that saved
+        it has run.
+        """
         # norms that cast their input to 32 bits keep the copy instead of the input
         if not self._done:
             self._done = True
@@ -251,7 +265,7 @@ class _LayerCounter(SavedCounter):
         self._reads(kind, -size)
 
     def follow(self, part: KeptActivations | None) -> None:
-        """Count the tensors that ``part`` stores in 8 bits, because other hooks do not receive them."""
+        """Also count the activations that ``part`` stores in 8 bits; saved-tensor hooks do not see them."""
         if part is None or not part.rounds:
             return
         store, known, self._rounds = part.store, set[int](), True

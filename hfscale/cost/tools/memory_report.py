@@ -42,14 +42,14 @@ def memory_estimate(
     """Estimate the bytes that one rank holds in training, by kind. Nothing runs, and ranks do not communicate.
 
     Weights, adapters, gradients and optimizer state are exact. Activations are exact for layers like LLaMA's, and
-    estimated from above for other layers; the notes tell which. Temporary buffers of kernels and collectives are not
-    included.
+    estimated from above for other layers; the result's ``notes`` tell which. Temporary buffers of kernels and
+    collectives are not included.
 
     Args:
         model_or_plan: a model that hfscale parallelized, for an estimate of this rank; or a plan, for an estimate of
             the rank that holds the most.
         optimizer: a name that :func:`hfscale.create_optimizer` accepts.
-        tokens: tokens of one microbatch of one batch rank, over all sequences.
+        tokens: tokens of one microbatch of one data-parallel rank, all sequences together.
         sequence_length: tokens per sequence, on which scores of eager attention depend; by default there is a single
             sequence with all tokens.
         num_microbatches: microbatches per step in a pipeline; by default the layout's, or one per stage.
@@ -101,7 +101,7 @@ def memory_estimate(
 
 
 def memory_of_ranks(plan: Plan, **given: Any) -> list[MemoryEstimate]:
-    """Return the :func:`memory_estimate` of each pipeline rank of a plan, for GPUs."""
+    """Estimate the memory of each pipeline rank of a plan on GPUs, as :func:`memory_estimate` does."""
     return [
         _memory_of_rank(plan, rank, torch.device(ACCELERATOR), **given)
         for rank in range(plan.layout.pp)
@@ -117,7 +117,9 @@ def _memory_of_rank(
     num_microbatches: int | None,
     **given: Any,
 ) -> MemoryEstimate:
-    """Estimate one rank, with the device's chunks of the loss and the schedule's microbatches in flight."""
+    """Estimate the memory of one pipeline rank, with the size of the loss's chunks on ``device``, and the microbatches
+    that the schedule has in flight.
+    """
     rows = 0
     if plan.head is not None:
         width = plan.by_name[f"{plan.head}.weight"].model_shape({})[0]
@@ -140,8 +142,8 @@ def check_asked(
     tokens: str = "tokens",
     **counts: Any,
 ) -> None:
-    """Raise for invalid arguments of an estimate. ``tokens`` is the name under which errors report ``count``; arguments
-    that are ``None`` have defaults.
+    """Raise :class:`ConfigError` if an argument of an estimate is invalid. ``count`` is the number of tokens, or of
+    another unit that errors call ``tokens``. Arguments that may be ``None`` are not checked if they are.
     """
     check_count(tokens, count)
     for name, value in {"num_microbatches": microbatches, **counts}.items():
@@ -156,8 +158,8 @@ def check_asked(
 
 
 def held_bytes(model: nn.Module, optimizer: Any = None) -> dict[str, int]:
-    """Count the bytes that this rank holds between steps, by kind, each storage once. Works for stock models too, whose
-    adapters have PEFT's names.
+    """Count the bytes that this rank holds between steps: weights, adapters, gradients and optimizer state. Tensors
+    that share a storage count once. The model may also be one of stock transformers, with PEFT's adapters.
     """
     runtime = find_runtime(model)
     older = list[Any]()
@@ -190,7 +192,7 @@ def held_bytes(model: nn.Module, optimizer: Any = None) -> dict[str, int]:
 
 
 def _storage_bytes(values: Iterable[Any]) -> int:
-    """Return the bytes of the distinct storages of ``values``."""
+    """Return the bytes of the tensors in ``values``; tensors that share a storage count once."""
     by_storage: dict[int, int] = {}
     with torch.no_grad():
         for value in values:

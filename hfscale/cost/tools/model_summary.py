@@ -1,5 +1,5 @@
-"""Summarize a model for a search over layouts, from its plan for one process, so that the search makes no further
-plans.
+"""Summarize a model in the numbers that its time and memory depend on, so that a search over layouts plans the model
+only once, for one process.
 """
 
 from collections.abc import Collection, Mapping
@@ -27,7 +27,9 @@ TILE = 8192  # tokens per tile to try if sequences are several times longer
 
 @dataclass(frozen=True)
 class Kept:
-    """Hold the bytes per token that a layer keeps."""
+    """Hold the activation bytes per token of one layer, in a form from which those for any number of tensor-parallel
+    ranks follow.
+    """
 
     cut: float  # bytes that are sharded over tensor-parallel ranks, with sequence parallelism
     whole: float  # bytes that each tensor-parallel rank has in addition
@@ -37,13 +39,15 @@ class Kept:
     ways: "Mapping[str, Kept]" = field(default_factory=dict)
 
     def over(self, tp: int) -> float:
-        """Return the bytes on each of ``tp`` tensor-parallel ranks; a single rank has nothing to gather."""
+        """Return the kept bytes per token on each of ``tp`` tensor-parallel ranks: a shard of the activations, and the
+        tensors that are gathered from other ranks (none if ``tp`` is 1).
+        """
         return self.cut / tp + self.whole * (1 - 1 / tp)
 
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """Hold the summary of a model, and of how it is trained."""
+    """Hold the numbers of a model and its training from which a search estimates the time and memory of any layout."""
 
     shape: ModelShape
     heads: int  # query heads, which tensor-parallel ranks shard
@@ -62,8 +66,8 @@ class ModelSummary:
     def gathered(
         self, job: Job, layers: float, whole: float, around: float, offload: Collection[str]
     ) -> float:
-        """Return the bytes of gathered or cast weights, where a rank does not compute with its stored weights. The rank
-        has ``layers`` layers with ``whole`` weights in all, and ``around`` weights outside of them.
+        """Return the bytes of the weights that a rank has all-gathered, cast or copied from the CPU at once. The rank
+        has ``layers`` layers, ``whole`` weights, and ``around`` of these outside the layers.
         """
         width = job.gathered_bytes
         casts = width < 0.9 * self.weight  # ``weight`` includes vectors
@@ -86,7 +90,7 @@ def summarize(
     tile: int | None = None,  # tokens per tile; by default chosen if sequences are long
     **given: Any,
 ) -> ModelSummary:
-    """Summarize a model and its training. ``given`` are arguments of its plan for one process."""
+    """Summarize a model and its training for a search over layouts. ``given`` are arguments of :func:`hfscale.plan`."""
     mixed = mixed_precision
     plan = make_plan(config, mixed_precision=mixed_precision, **given)
     spec = run_spec(config, mixed_precision=mixed_precision, **given)
@@ -144,8 +148,8 @@ def _kept(
     types: Types,
     situation: Situation,
 ) -> dict[str, Kept]:
-    """Return a layer's bytes, by formula or as measured on one and two tensor-parallel ranks; also for each of
-    ``ways``.
+    """Return the activation bytes per token of a layer: by a formula, or measured on one and two tensor-parallel ranks.
+    ``ways`` are plans that recompute activations, for which the bytes are returned too.
     """
     mixed = full[1].mixed_precision
     data = {"dp_shard_size": 2}
@@ -179,8 +183,8 @@ def _parts(layer: LayerBytes) -> tuple[float, float, float]:
 
 
 def _mean(seen: MeasuredLayers, plan: Plan) -> tuple[float, float, float]:
-    """Return three numbers of bytes: kept by a layer (the mean), recomputed by a layer (the maximum), and gradients of
-    activations in a layer (the maximum).
+    """Return three numbers of measured bytes per token: kept by a layer (the mean over layers), recomputed by a layer
+    (the maximum), and of gradients of activations in a layer (the maximum).
     """
     sizes = [
         _parts(known)

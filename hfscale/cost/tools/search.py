@@ -1,4 +1,4 @@
-"""Search for the best layout for a number of GPUs and a global batch; write a recipe with the winner's layout."""
+"""Search for the fastest layout for a number of GPUs and a global batch, and write a recipe that uses it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ _MOST_TIMES = 256  # if nothing fits, try up to this many times the GPUs
 
 @dataclass(frozen=True)
 class Search:
-    """Hold the result of a search. ``print`` it for tables."""
+    """Hold the result of a search over layouts: the fastest ones that fit. ``print`` it for tables."""
 
     machine: Machine
     gpus: int
@@ -42,7 +42,7 @@ class Search:
 
     @property
     def winner(self) -> CandidateCost:
-        """The fastest candidate."""
+        """The fastest setting that fits, with its estimated seconds and bytes."""
         return self.best[0]
 
     @property
@@ -52,7 +52,9 @@ class Search:
 
     @property
     def uses_host(self) -> bool:
-        """Return whether layouts fit only with offload to CPU memory."""
+        """Return whether the fastest setting offloads to CPU memory; a search that may choose tries this only if
+        nothing else fits.
+        """
         return bool(self.winner.candidate.offload)
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,8 +116,8 @@ def search(
     only: Mapping[str, Any] | None = None,  # ``levers`` of candidates that are fixed; others vary
     constants: Constants | None = None,  # constants of the time model; by default the fitted ones
 ) -> Search:
-    """Estimate all layouts of a model on ``gpus`` GPUs, and return the best ones; try offload only if nothing else
-    fits.
+    """Estimate all settings with which ``gpus`` GPUs train a model, and return the fastest ones that fit. Settings with
+    offload to CPU memory are tried only if no other fits, or if ``only`` requests offload.
     """
     machine = find_machine(hardware)
     budget = machine.budget if max_memory is None else max_memory
@@ -156,7 +158,9 @@ def search(
 
 @dataclass
 class _Trial:
-    """Judge candidates of one model on one machine, by a memory budget."""
+    """Estimate the settings that a search tries, for one model and machine, and decide which of them fit into a memory
+    budget.
+    """
 
     cost: FastCost
     budget: float
@@ -170,7 +174,9 @@ class _Trial:
             )
 
     def check(self, gpus: int, tokens_per_step: int) -> None:
-        """Raise for impossible sizes, and for memory budgets above the machine's memory."""
+        """Raise :class:`ConfigError` if a step has fewer tokens than one sequence, or if the memory budget is larger
+        than the machine's memory.
+        """
         machine = self.cost.machine
         sequence = self.cost.summary.job.sequence
         check_count("gpus", gpus)
@@ -185,7 +191,9 @@ class _Trial:
             )
 
     def run(self, gpus: int, sequences: int, on_host: bool = False) -> list[CandidateCost]:
-        """Estimate every candidate without offload to CPU memory or, with ``on_host``, every candidate with offload."""
+        """Estimate every setting with which ``gpus`` GPUs train ``sequences`` sequences per step: those without offload
+        to CPU memory or, with ``on_host``, those with it.
+        """
         layouts = candidates(self.cost.summary, self.cost.machine, gpus, sequences)
         if on_host or self.only.get("offload"):
             layouts = offloading(
@@ -198,7 +206,7 @@ class _Trial:
         ]
 
     def fitting(self, found: Iterable[CandidateCost]) -> list[CandidateCost]:
-        """Return the candidates that fit, the fastest first."""
+        """Return those settings in ``found`` whose bytes fit into the memory budget, the fastest first."""
         return sorted(
             (candidate for candidate in found if self._verdict(candidate) == FITS),
             key=lambda each: each.seconds,
@@ -208,7 +216,9 @@ class _Trial:
         return self.cost.machine.verdict(found.needed, found.likely, self.budget)
 
     def why(self, every: Iterable[CandidateCost]) -> dict[str, str]:
-        """Return, per kind of layout, why no layout of the kind fits: the bytes of its smallest candidate."""
+        """Tell, for each combination of parallel axes, why it does not fit: the bytes of the setting in ``every`` with
+        the least memory.
+        """
         least = dict[str, CandidateCost]()
         for cost in every:
             known = least.get(cost.candidate.kind, cost)
@@ -221,7 +231,9 @@ class _Trial:
         }
 
     def nothing_fits(self, every: Sequence[CandidateCost], gpus: int, sequences: int) -> str:
-        """Return a message that names the smallest candidate, and what would fit: a larger budget or more GPUs."""
+        """Return the text of an error: which of the settings in ``every`` has the least memory, and what would make it
+        fit, such as a larger budget or more GPUs.
+        """
         machine = self.cost.machine
         budget = self.budget
         least = min(every, key=lambda each: each.likely)
@@ -257,8 +269,8 @@ class _Trial:
 
 
 def recipe_of(found: Search, model: str, **training: Any) -> str:
-    """Return the text of a recipe that trains ``model`` in the winner's layout; ``training`` are further
-    recipe keys.
+    """Return the text of a recipe (YAML) that trains ``model`` in the fastest layout that a search found; ``training``
+    are further sections of the recipe.
     """
     chosen = found.winner.candidate
     own: dict[str, Any] = {"batch_size": found.sequences}
@@ -292,7 +304,9 @@ class Rule:
 
 
 def learning_rates(learning_rate: float, tokens: float, new_tokens: float) -> tuple[Rule, ...]:
-    """Scale a learning rate tuned at ``tokens`` per step to ``new_tokens`` per step, by two rules."""
+    """Scale a learning rate that was tuned with ``tokens`` tokens per step for steps of ``new_tokens`` tokens, by two
+    rules: square root and linear.
+    """
     if min(learning_rate, tokens, new_tokens) <= 0:
         raise ConfigError(
             f"learning rate and tokens per step must be positive, got {learning_rate:g} for {tokens:,.0f} and "

@@ -68,8 +68,9 @@ Answer = Callable[[Tensor], Tensor]
 
 @dataclass
 class SimulatedTraffic:
-    """Hold the bytes that one rank passed to collectives, by axis. Further keys: ``"host"`` (between hosts),
-    ``"stages"`` (hidden states between stages) and ``"ties"`` (gradients of tied tensors).
+    """Hold the collectives of one rank, and the bytes that it sends in them, by parallel axis. Further keys: ``"host"``
+    (messages between CPUs), ``"stages"`` (hidden states between pipeline stages) and ``"ties"`` (gradients of tied
+    tensors).
     """
 
     calls: dict[str, Counter[str]] = field(default_factory=dict)  # axis -> collective -> calls
@@ -83,7 +84,9 @@ def simulated_rank(
     rank: int = 0,
     like: str = "cuda",
 ) -> Iterator[dict[int, Any]]:
-    """Make this process one of ``world`` ranks without a device; yield the storages of autocast's copies of weights."""
+    """Make this process one of ``world`` simulated ranks, whose device is the meta device in place of the kind
+    ``like``. Yield the storages of the casts of weights that autocast makes.
+    """
     with ExitStack() as stack:
         stack.enter_context(attribute_replaced(process_groups, "own_device", lambda: META))
         stack.enter_context(meta_as_accelerator())
@@ -94,8 +97,8 @@ def simulated_rank(
 
 
 class SimulatedRank(TorchDispatchMode):
-    """Record the bytes that a rank sends in :attr:`traffic`. ``answer`` replaces values that the CPU reads from the
-    device.
+    """Simulate the collectives of one rank on the meta device, and record the bytes that it sends in :attr:`traffic`.
+    Where the CPU reads a tensor from the device, ``answer`` gives its values.
     """
 
     def __init__(self, runtime: Runtime, answer: Answer) -> None:
@@ -140,7 +143,7 @@ class SimulatedRank(TorchDispatchMode):
         return result.to(META) if isinstance(result, Tensor) else result
 
     def _copied_between_devices(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Copy a tensor between devices."""
+        """Copy a tensor between devices; a copy from the meta device to the CPU gets made-up values."""
         source = args[1] if name == "copy_" else args[0]
         target = args[0].device if name == "copy_" else kwargs.get("device") or source.device
         if source.device != META or target == META:
@@ -174,8 +177,8 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
-    """Return a tensor with the shape of grouped products; the meta device supports only those of GPUs (16 bits,
-    aligned).
+    """Return an empty tensor with the shape of a grouped matrix product, which torch's meta device supports only for
+    aligned 16-bit operands.
     """
     groups = list(left.shape[:1]) if left.ndim == right.ndim == 3 else []
     if left.ndim == right.ndim == 2 and ends is not None:
@@ -184,9 +187,11 @@ def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Make attention keep no scores, like GPU kernels; torch's own choice on the meta device would keep them.
+    """Replace scaled dot-product attention on the meta device by a kernel that keeps no scores, as GPUs have it;
+    torch's own choice on the meta device would keep them.
 
-    No such kernel exists for biases that train, or for fewer key heads than query heads unless torch repeats key heads.
+    The replacement is not used where GPUs have no such kernel: for attention biases that train, and for fewer key heads
+    than query heads, unless torch repeats the key heads.
     """
 
     def __init__(self) -> None:
@@ -224,7 +229,7 @@ class FusedAttention(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class RunSpec:
-    """Describe the model and the options of a rank to build."""
+    """Describe the model and the options of a rank that is built on the meta device."""
 
     config: PreTrainedConfig
     mixed_precision: str = "no"
@@ -236,17 +241,21 @@ class RunSpec:
 
 
 def run_spec(config: PreTrainedConfig, **given: Any) -> RunSpec:
-    """Return the spec for arguments of :func:`hfscale.plan`; quantized weights are treated as frozen ones."""
+    """Return the :class:`RunSpec` for arguments of :func:`hfscale.plan`; weights that would be quantized are built as
+    unquantized ones.
+    """
     given.pop("quantization_config", None)
     own = {field.name: given.pop(field.name) for field in fields(RunSpec) if field.name in given}
     return RunSpec(config, **own, stock=tuple(given.items()))
 
 
 class _WithoutValues(FromSeed):
-    """Provide weights without values: shards on the meta device, which take no memory."""
+    """Build a model whose weights are this rank's shards on the meta device, which have no values and take no
+    memory.
+    """
 
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
-        """Return the model, and its weights on the meta device in this rank's sizes."""
+        """Return the model, and the shards that this rank holds of its weights, on the meta device."""
         model = self.template(None)
         drop_other_stages(model, plan, mesh.pp_rank)
         cut_parameters(model, plan, mesh)
@@ -268,8 +277,8 @@ class _WithoutValues(FromSeed):
 def meta_model(
     spec: RunSpec, layout: ParallelConfig, rank: int = 0
 ) -> Iterator[tuple[Any, Mapping[int, Any]]]:
-    """Yield the model of ``rank`` in a layout, in training mode, and the storages of autocast's copies of
-    its weights.
+    """Yield the model that ``rank`` has in a layout, on the meta device and in training mode, and the storages of the
+    casts of its weights that autocast makes.
     """
     options = Options(spec.mixed_precision, memory=spec.memory)
     adapter = None if spec.peft_config is None else read_config(spec.peft_config)
@@ -288,7 +297,9 @@ def take_step(
     counting: AbstractContextManager[Any],
     mixed_precision: str,
 ) -> SimulatedTraffic:
-    """Run a step of the job's microbatches on a meta model; ``counting`` records the bytes that are kept."""
+    """Run the training step that ``job`` describes on a model on the meta device, inside the context ``counting``, and
+    return the bytes that the rank sends.
+    """
     runtime = runtime_of(model)
     streams = runtime.streams
     executor = runtime.executor
@@ -313,8 +324,8 @@ def take_step(
 
 
 def _value_on_host(job: Job, shape: ModelShape, looked_at: Tensor) -> Tensor:
-    """Return the values that the CPU reads from the device: zeros, or this rank's routes, spread evenly
-    over experts.
+    """Return made-up values for a tensor that the CPU reads from the meta device: zeros or, for counts of tokens per
+    expert, an equal number for every expert.
     """
     indices = torch.zeros(looked_at.shape, dtype=looked_at.dtype)
     if not (shape.experts and looked_at.ndim == 3 and len(looked_at) == 2):

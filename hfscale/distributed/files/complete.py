@@ -1,4 +1,5 @@
-"""Write and read the marker file of a complete directory, with the sizes and checksums of its files.
+"""Write and read the file that marks a directory as completely written; it holds the sizes and checksums of the other
+files.
 
 The marker is written after all other files are on disk, and gets its name by a rename. A process that is killed at any
 moment therefore leaves a directory with a correct marker or without one. Checksums are CRC-32: they always detect one
@@ -42,7 +43,9 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Mark:
-    """Hold the data that a directory's marker file contains."""
+    """Hold the contents of the marker file of a complete directory: the files' sizes and checksums, the step, and the
+    run.
+    """
 
     written: float  # time at which the marker was written, in seconds since 1970
     files: dict[str, FileSum]  # sizes and checksums by file name
@@ -52,7 +55,7 @@ class Mark:
 
 
 def write_synced(path: Path, content: bytes) -> FileSum:
-    """Write a small file and fsync it."""
+    """Write a small file, and fsync it; return its size and checksum."""
     path.write_bytes(content)
     sync(path)
     return FileSum(len(content), zlib.crc32(content))
@@ -64,7 +67,7 @@ def mark_complete(
     step: int | None = None,
     run: str | None = None,
 ) -> None:
-    """Write the marker of ``directory``; all ``files`` must be on disk already."""
+    """Write the marker file that declares ``directory`` complete; all ``files`` must be on disk already."""
     sums = {
         name: [
             file.size,
@@ -80,7 +83,7 @@ def mark_complete(
 
 
 def read_mark(directory: Path) -> Mark:
-    """Return a directory's marker.
+    """Read the marker file of a complete directory.
 
     Raises:
         CheckpointError: the marker is missing or damaged. The caller puts the directory's name before the error's text.
@@ -105,7 +108,7 @@ def read_mark(directory: Path) -> Mark:
 
 
 def size_problems(directory: Path, mark: Mark) -> list[str]:
-    """Return texts about files that are missing or have another size than in the marker; reads no file contents."""
+    """Return one text for each file that is missing or has another size than ``mark`` says; the files are not read."""
     found = []
     for name, file in mark.files.items():
         try:
@@ -119,7 +122,9 @@ def size_problems(directory: Path, mark: Mark) -> list[str]:
 
 
 def content_problems(directory: Path, mark: Mark, names: Iterable[str]) -> list[str]:
-    """Return texts about the files in ``names`` that have another checksum than in the marker, or cannot be read."""
+    """Return one text for each of the files ``names`` whose checksum differs from that in ``mark``, or which cannot be
+    read.
+    """
     found = []
     for name in names:
         try:

@@ -35,15 +35,15 @@ _ADAPTERS = ".base_layer."
 
 
 class _File(RawFile):
-    """Read a file that holds several archives of ``torch.save``."""
+    """Read a file that holds several tensors or objects, each as an archive that ``torch.save`` wrote."""
 
     def archive(self, place: Place) -> "_Window":
-        """Return the bytes of one archive as a file."""
+        """Return the archive at ``place``, one of several in this file, as a file object."""
         return _Window(self._file.fileno(), place)
 
 
 class _Window(io.RawIOBase):
-    """Present the bytes of one archive in an open file as a file of its own."""
+    """Present one archive of ``torch.save``, which is only a part of an open file, as a file of its own."""
 
     def __init__(self, descriptor: int, place: Place) -> None:
         self._descriptor = descriptor
@@ -74,7 +74,7 @@ class _Window(io.RawIOBase):
 
 
 class _ChunkOnDisk:
-    """Read one chunk of a tensor; its place in the file is looked up at the first read."""
+    """Read one chunk of a tensor lazily: the chunk's data is located in its file at the first read."""
 
     def __init__(self, file: _File, name: str, chunk: Chunk, dtype: torch.dtype) -> None:
         self.shape = chunk.sizes
@@ -84,7 +84,9 @@ class _ChunkOnDisk:
         self._dtype = dtype
 
     def read(self, spans: Box) -> Tensor:
-        """Return a copy of the box ``spans``, one ``(start, stop)`` per dim."""
+        """Return a copy of a box of this chunk: ``spans`` has one ``(start, stop)`` per dim, in indices of the
+        chunk.
+        """
         return self._tensor.read(spans)
 
     @cached_property
@@ -131,11 +133,11 @@ class DistributedCheckpoint:
         return list(self._contents.tensors)
 
     def size(self, path: Keys) -> int:
-        """Return the number of entries of a tensor."""
+        """Return the number of entries of the tensor at ``path``."""
         return prod(self._contents.tensors[path].shape)
 
     def tensor(self, path: Keys) -> TensorOnDisk:
-        """Return the lazy tensor at ``path``."""
+        """Return a lazy tensor for the tensor at ``path`` in the nested dictionaries that were saved."""
         found = self._contents.tensors[path]
         name = ".".join(map(str, path))
         for each in found.chunks:
@@ -147,7 +149,7 @@ class DistributedCheckpoint:
         return TensorInPieces(name, found.shape, found.dtype, pieces)
 
     def objects(self) -> dict[Keys, Any]:
-        """Return the saved values that are not tensors, by path.
+        """Return the saved values that are not tensors, by their paths in the nested dictionaries that were saved.
 
         Values of classes that ``torch.load(weights_only=True)`` refuses are left out.
         """
@@ -159,7 +161,9 @@ class DistributedCheckpoint:
         return found
 
     def _check(self, name: str, chunk: Chunk, dtype: torch.dtype) -> None:
-        """Refuse, before allocating memory, a chunk that needs more bytes than the file has for it."""
+        """Raise :class:`CheckpointError` if a chunk needs more bytes than its archive or its file has, before memory is
+        allocated for it.
+        """
         place = chunk.place
         size = prod(chunk.sizes) * dtype.itemsize
         file = self._file(place)
@@ -205,13 +209,14 @@ def open_checkpoint(directory: Path) -> dict[str, TensorOnDisk]:
 
 
 def optimizer_of(directory: Path) -> dict[str, Any] | None:
-    """Return an optimizer's state dict, with lazy tensors, and with parameter names in place of numbers.
+    """Return the state dict of the optimizer in a checkpoint, with lazy tensors, or ``None`` if the checkpoint has only
+    weights.
 
-    The form is that of FSDP2's ``get_optimizer_state_dict``: ``{"state": {name: {"exp_avg": ...}}, "param_groups":
-    [{"params": [names], "lr": ...}]}``. Return ``None`` if the checkpoint has only weights.
+    Its structure is that of FSDP2's ``get_optimizer_state_dict``, which names parameters instead of numbering them:
+    ``{"state": {name: {"exp_avg": ...}}, "param_groups": [{"params": [names], "lr": ...}]}``.
 
     Raises:
-        CheckpointError: the checkpoint has no optimizer state in this form.
+        CheckpointError: the checkpoint has no optimizer state of this structure.
     """
     checkpoint = DistributedCheckpoint(directory)
     if _weights(checkpoint) and not any(map(_of_optimizer, checkpoint.paths)):
@@ -244,13 +249,17 @@ def optimizer_of(directory: Path) -> dict[str, Any] | None:
 
 
 def _of_optimizer(path: Keys) -> Keys:
-    """Return the last keys of a path, from ``"state"`` or ``"param_groups"`` on; empty if it has neither."""
+    """Return the part of a path that begins with ``"state"`` or ``"param_groups"``, keys of an optimizer's state dict;
+    empty if the path has neither.
+    """
     parts = [number for number, each in enumerate(path) if each in ("state", "param_groups")]
     return path[parts[0] :] if parts and len(path) > 2 else ()
 
 
 def _weights(checkpoint: DistributedCheckpoint) -> list[Keys]:
-    """Return the paths of the model's tensors: those in the largest dictionary that is not an optimizer's."""
+    """Return the paths of the model's tensors in a checkpoint: of the saved dictionaries that are not an optimizer's,
+    the one with the most entries is taken to be the model's.
+    """
     groups: dict[Keys, list[Keys]] = {}
     for path in checkpoint.paths:
         if not any(_OF_OPTIMIZERS in str(each) for each in path[:-1]):
@@ -259,6 +268,8 @@ def _weights(checkpoint: DistributedCheckpoint) -> list[Keys]:
 
 
 def plain(name: str) -> str:
-    """Return a parameter's name without the parts that wrappers (``torch.compile``, FSDP, DDP) have added."""
+    """Return a parameter's name without the components that wrappers add to it, such as ``_orig_mod``
+    (``torch.compile``) and ``module`` (DDP).
+    """
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     return ".".join(parts[1:] if parts[0] == "module" else parts)

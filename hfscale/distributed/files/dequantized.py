@@ -1,9 +1,10 @@
 """Read a weight that is stored quantized as a lazy tensor of dequantized values.
 
-A quantized weight consists of several stored tensors: packed values, scales of blocks, zero points. Along each of the
-last two dims, a fixed number of entries of the weight belongs to a fixed number of words of a stored tensor
-(:class:`Along`). A box of the weight therefore corresponds to a box of each stored tensor, enlarged to whole blocks.
-These boxes are read and dequantized a few rows at a time.
+A quantized weight consists of several stored tensors: packed values, scales of blocks, zero points. The elements of
+these tensors are called words: a word may pack several values, and a scale is for many values. Along each of the last
+two dims, a fixed number of entries of the weight belongs to a fixed number of words (:class:`Along`). To read a slice
+of the weight (a box: one ``(start, stop)`` per dim), the corresponding box of each stored tensor, enlarged to whole
+quantization blocks, is read and dequantized, a few rows at a time.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,14 +17,18 @@ from torch import Tensor
 from .reader import Box, TensorOnDisk
 
 Arithmetic = Callable[[Mapping[str, Tensor], torch.dtype], Tensor]
-"""Computes a weight's values, in a given dtype, from its stored tensors by name, whose shapes broadcast."""
+"""Function that computes a weight's values in a given dtype, from its stored tensors (values, scales ...) by name;
+their shapes must broadcast.
+"""
 _ENTRIES = 1 << 19  # entries that are dequantized at a time
 _MORE = 32  # factor of ``_ENTRIES`` on a GPU, where each step has the cost of a kernel launch
 
 
 @dataclass(frozen=True)
 class Along:
-    """Describe how the words of a stored tensor correspond to the entries of the weight along one dim."""
+    """Describe how many entries of a weight, along one dim, belong to how many elements (words) of a stored tensor: a
+    packed integer holds several entries, and a scale is for all entries of its block.
+    """
 
     # number of the weight's entries that belong to ``words`` words of the stored tensor
     entries: int = 1
@@ -36,14 +41,18 @@ class Along:
         span: tuple[int, int],
         length: int,
     ) -> tuple[int, int]:
-        """Return the span of words that holds a ``span`` of the weight; the stored tensor has ``length`` words here."""
+        """Return the interval of words of the stored tensor that holds the interval ``span`` of the weight's entries,
+        along a dim in which the stored tensor has ``length`` words.
+        """
         start, stop = span
         return start // self.entries * self.words, min(
             -(-stop // self.entries) * self.words, length
         )
 
     def spread(self, words: Tensor, span: tuple[int, int], dim: int) -> Tensor:
-        """Expand ``words``, read for ``span``, to one value per entry of ``span``, or to one value for all entries."""
+        """Expand the stored ``words`` that were read for the interval ``span`` of the weight, along ``dim``, to one
+        value per entry, or to one value that broadcasts.
+        """
         start, stop = span
         offset = start % self.entries
         if self.unpack is not None:
@@ -61,7 +70,9 @@ class Along:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """Describe one stored tensor of a weight, with as many dims as the weight."""
+    """Describe one of the stored tensors that make up a quantized weight, such as its scales; it has as many dims as
+    the weight.
+    """
 
     source: TensorOnDisk  # the tensor
     # how words correspond to entries along the weight's second to last dim, as stored
@@ -70,7 +81,9 @@ class StoredPart:
     columns: Along = Along()
 
     def box(self, spans: Box) -> Box:
-        """Return the box of words in the stored tensor for the box ``spans`` of the weight, as stored."""
+        """Return the box of this stored tensor that holds the box ``spans`` of the weight. Both are given as the
+        checkpoint stores the weight, which may be transposed.
+        """
         shape = self.source.shape
         lead = [
             span if size > 1 else (0, 1) for span, size in zip(spans[:-2], shape[:-2], strict=True)
@@ -82,7 +95,9 @@ class StoredPart:
         )
 
     def read(self, spans: Box) -> Tensor:
-        """Return this tensor's values for the box ``spans`` of the weight, as stored; they broadcast to the box."""
+        """Read this stored tensor's values for the box ``spans`` of the weight as the checkpoint stores it, which may
+        be transposed. The values broadcast to the shape of the box.
+        """
         words = self.source.read(self.box(spans))
         return self.columns.spread(
             self.rows.spread(words, spans[-2], -2),
@@ -92,7 +107,9 @@ class StoredPart:
 
 
 class WordsInMemory(TensorOnDisk):
-    """Hold a box of a stored tensor in memory; the box begins at index ``origin`` along the last dims."""
+    """Hold in memory one box of a stored tensor, with the interface of a tensor on disk. ``origin`` is the index of the
+    box's first element, along the last dims.
+    """
 
     def __init__(self, words: Tensor, origin: Sequence[int]) -> None:
         lead = len(words.shape) - len(origin)
@@ -104,15 +121,16 @@ class WordsInMemory(TensorOnDisk):
         self.dtype = words.dtype
 
     def read(self, spans: Box) -> Tensor:
-        """Return the box ``spans`` of the stored tensor."""
+        """Return the box ``spans``, one ``(start, stop)`` per dim, in indices of the full stored tensor."""
         return self._words[_slices(spans, self._origin)]
 
 
 class DequantizedOnDisk(TensorOnDisk):
-    """Read a quantized weight as plain values, which ``arithmetic`` computes from the stored ``parts``.
+    """Read a quantized weight lazily as dequantized values: ``arithmetic`` computes them from the stored tensors
+    ``parts``.
 
-    ``transposed`` weights are stored as the transpose of the model's matrices. ``if_merged`` replaces ``arithmetic``
-    for a weight that transformers merges with other weights into one parameter.
+    If ``transposed``, the stored matrices are the transposes of the model's. ``if_merged`` replaces ``arithmetic`` for
+    a weight that transformers merges with other weights into one parameter.
     """
 
     def __init__(
@@ -134,14 +152,18 @@ class DequantizedOnDisk(TensorOnDisk):
         self.stored_as: dict[str, tuple[str | None, TensorOnDisk]] = {}
 
     def load_as(self, dtype: torch.dtype, merged: bool) -> None:
-        """Set the dtype of the values, and whether transformers merges the weight with others into one parameter."""
+        """Set the dtype of the dequantized values, and whether transformers merges this weight with other weights into
+        one parameter, for which it may dequantize differently.
+        """
         self.dtype = dtype
         self.arithmetic_now = (
             self.if_merged if merged and self.if_merged is not None else self.arithmetic
         )
 
     def read(self, spans: Box) -> Tensor:
-        """Return the box ``spans``, one ``(start, stop)`` per dim; whole blocks of the stored tensors are read."""
+        """Return the dequantized values of the box ``spans``, one ``(start, stop)`` per dim; of the stored tensors,
+        whole quantization blocks are read.
+        """
         out = torch.empty([stop - start for start, stop in spans], dtype=self.dtype)
         if self.transposed:
             self.read_stored(
@@ -153,7 +175,9 @@ class DequantizedOnDisk(TensorOnDisk):
         return out
 
     def read_stored(self, spans: Box, out: Tensor) -> None:
-        """Write the box ``spans`` of the weight, as stored, into ``out`` (of any dtype), a few entries at a time."""
+        """Write the dequantized values of the box ``spans`` into ``out``, which may have any dtype, a few rows at a
+        time. ``spans`` are indices of the weight as the checkpoint stores it, which may be transposed.
+        """
         most = _ENTRIES * (1 if out.device.type == "cpu" else _MORE)
         for box in _steps(spans, most) if out.numel() else ():
             found = {name: part.read(box) for name, part in self.parts.items()}
@@ -170,7 +194,9 @@ def _slices(spans: Box, origin: Sequence[int]) -> tuple[slice, ...]:
 
 
 def _steps(spans: Box, most: int) -> Iterator[Box]:
-    """Divide ``spans`` into boxes of whole matrices or whole rows with at most ``most`` entries, or of one row."""
+    """Divide the box ``spans``, one ``(start, stop)`` per dim, into boxes with at most ``most`` entries that consist of
+    whole matrices or whole rows; a single row may have more entries.
+    """
     (start, stop), *inner = spans
     size = prod(high - low for low, high in inner)
     if len(inner) > 1 and size > most:

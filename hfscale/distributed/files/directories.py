@@ -42,7 +42,7 @@ class DirectoryLock:
             _log.info("%s cannot be locked: its file system does not support such locks", path)
 
     def release(self) -> None:
-        """Release the lock; a second call does nothing."""
+        """Release the lock of the directory; a second call does nothing."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
@@ -77,8 +77,8 @@ def check_inside(name: object, source: str | Path) -> None:
 
 
 def leads_out(path: Path, beside: Path) -> bool:
-    """Return whether ``path``, with symbolic links resolved, is outside of two directories: the directory of the file
-    ``beside``, and the directory of ``beside`` with its links resolved.
+    """Return whether ``path``, with symbolic links resolved, is outside of both directories that files of a checkpoint
+    may be in: that of its file ``beside``, and the one to which ``beside`` leads if it is a link.
 
     The second directory is allowed because the Hub's cache stores the files of a checkpoint in one directory, and links
     to them from another.
@@ -101,12 +101,14 @@ def holds_current_directory(path: Path) -> bool:
 
 
 def staging_of(target: Path) -> Path:
-    """Return the path at which a directory is written before it is complete."""
+    """Return the path of the hidden directory in which the files of ``target`` are written until they are complete."""
     return target.with_name(f".{target.name}.incomplete")
 
 
 def make_staging(target: Path, staging: Path) -> DirectoryLock:
-    """Make and lock an empty directory ``staging`` for a new ``target``; remove leftovers of killed processes."""
+    """Make and lock the empty directory ``staging``, in which the new files of ``target`` are written; remove what
+    killed processes left of earlier ones.
+    """
     if target.exists() and not target.is_dir():
         raise CheckpointError(
             f"{target} is a file, and a directory is to be written there: use another path"
@@ -131,19 +133,25 @@ def make_staging(target: Path, staging: Path) -> DirectoryLock:
 
 
 def discard(path: Path, target: Path) -> None:
-    """Remove ``path`` after renaming it, so that a killed process leaves no partial directory under its name."""
+    """Remove the directory ``path``. It is renamed first, so that a process that is killed meanwhile leaves no partial
+    directory at ``path``.
+    """
     hidden = discarded_of(path, target)
     path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
 def discarded_of(path: Path, target: Path) -> Path:
-    """Return a new hidden path, in the directory of ``path``, to which ``path`` is renamed before it is removed."""
+    """Return a new hidden path in the same directory as ``path``, to which ``path`` is renamed before it is removed; it
+    includes the name of ``target``.
+    """
     return path.with_name(f".{target.name}.{secrets.token_hex(4)}.discarded")
 
 
 def sync(path: Path) -> None:
-    """Fsync a file, or a directory so that its new, renamed and removed entries are on disk."""
+    """Write a file to disk (fsync) or, for a directory, its list of entries, so that new, renamed and removed files
+    survive a crash.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

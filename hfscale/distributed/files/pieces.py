@@ -1,4 +1,6 @@
-"""Read tensors whose shards are in several files, as sharded trainers write them; each shard is a box of the tensor."""
+"""Read tensors that a sharded trainer has written in several files: each file holds a box of the tensor, an interval of
+indices per dim.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,27 +15,29 @@ from .reader import Box, TensorOnDisk
 
 
 class Readable(Protocol):
-    """Have a shape, and read boxes of a stored tensor."""
+    """Any stored tensor with a ``shape``, of which boxes (an interval of indices per dim) can be read."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape."""
+        """Return the shape of the stored tensor."""
         ...
 
     def read(self, spans: Box) -> Tensor:
-        """Return a copy of the box ``spans``, one ``(start, stop)`` per dim."""
+        """Return a copy of the box ``spans`` of the stored tensor: ``(start, stop)`` for each dim."""
         ...
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Hold one stored box of a tensor."""
+    """Hold one stored box of a tensor: the indices at which it begins in the full tensor, and its values on disk."""
 
     offsets: tuple[int, ...]  # the first index of the box in the full tensor, per dim
     tensor: Readable  # the box's values
 
     def overlap(self, spans: Box) -> Box | None:
-        """Return the intersection of ``spans`` and this piece, in indices of the full tensor; ``None`` if empty."""
+        """Return the intersection of this stored box and the box ``spans``, as ``(start, stop)`` per dim of the full
+        tensor; ``None`` if it is empty.
+        """
         box = tuple(
             (max(start, offset), min(stop, offset + size))
             for (start, stop), offset, size in zip(
@@ -44,10 +48,10 @@ class Piece:
 
 
 class TensorInPieces(TensorOnDisk):
-    """Read one tensor from its pieces in several files.
+    """Read one tensor lazily that is stored as several boxes in several files.
 
     Raises:
-        CheckpointError: the pieces do not make up the full tensor.
+        CheckpointError: the boxes do not make up the full tensor.
     """
 
     def __init__(
@@ -66,7 +70,9 @@ class TensorInPieces(TensorOnDisk):
             )
 
     def read(self, spans: Box) -> Tensor:
-        """Return a copy of the box ``spans``; of each piece only its intersection with the box is read."""
+        """Return a copy of the box ``spans``, ``(start, stop)`` per dim; of each file, only the intersection with this
+        box is read.
+        """
         if self.shape != self._stored:  # a view with another shape
             whole = self._assembled(tuple((0, size) for size in self._stored))
             box = tuple(slice(start, stop) for start, stop in spans)

@@ -49,7 +49,7 @@ _SUM_BYTES = 64 << 20
 
 
 class BytesOnDisk:
-    """Read bytes of a file by their offset, without mapping the file."""
+    """Read bytes of a file by their offset, without mapping the file into memory."""
 
     _file: FileIO
     _start = 0  # byte of the file at which offsets begin
@@ -62,7 +62,7 @@ class BytesOnDisk:
             self._file.close()
 
     def _open(self) -> None:
-        """Open the file.
+        """Open the file at :attr:`path` for reading.
 
         Raises:
             CheckpointError: the file does not exist.
@@ -84,7 +84,7 @@ class BytesOnDisk:
         return os.fstat(self._file.fileno()).st_size
 
     def read(self, offset: int, buffer: Tensor) -> None:
-        """Fill ``buffer`` (contiguous) with the bytes at ``offset``."""
+        """Fill the contiguous tensor ``buffer`` with the bytes of the file from ``offset`` on."""
         array: Any = buffer.view(-1).view(torch.uint8).numpy()
         view = memoryview(array)
         done = 0
@@ -102,7 +102,7 @@ class BytesOnDisk:
 
 
 class RawFile(BytesOnDisk):
-    """Read bytes of a file without a header, whose contents another file describes."""
+    """Read bytes of a file that has no header, because another file describes its contents."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
@@ -160,7 +160,9 @@ def named_files(index: Path) -> list[Path]:
 
 
 def _header(file: FileIO) -> tuple[dict[str, Any], int]:
-    """Return the header (tensor name -> entry) and the offset of the data, both checked against the file's size."""
+    """Return the header of a safetensors file (tensor name -> entry), and the offset at which the tensors' data begins,
+    both checked against the file's size.
+    """
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
     if not 2 <= length <= min(size - 8, _MOST_HEADER):
@@ -194,7 +196,9 @@ def _header(file: FileIO) -> tuple[dict[str, Any], int]:
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dict; refuse a name that occurs twice, since parsers keep different ones."""
+    """Return the ``pairs`` of a JSON object as a dict; raise ``ValueError`` for a name that occurs twice, because
+    parsers disagree on which of the values counts.
+    """
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -205,17 +209,19 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _OnDisk:
-    """Have the interface of safetensors' lazy slices: indexing reads from the file."""
+    """Base class of lazy tensors with the interface of safetensors' slices (``get_shape``, ``get_dtype``, indexing):
+    indexing reads from the file.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def get_shape(self) -> list[int]:
-        """Return the shape."""
+        """Return the shape of the tensor as a list."""
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        """Return safetensors' name of the dtype."""
+        """Return the name that safetensors has for the tensor's dtype, such as ``"BF16"``."""
         return NAMES[self.dtype]
 
 
@@ -244,13 +250,15 @@ class TensorOnDisk(_OnDisk):
         return self.read(whole) if index is Ellipsis else self.read(whole)[index]
 
     def viewed(self, shape: Sequence[int]) -> "TensorOnDisk":
-        """Return a lazy tensor of another ``shape`` over the same bytes."""
+        """Return a lazy tensor that reads the same bytes in another ``shape``."""
         view = copy(self)
         view.shape = tuple(shape)
         return view
 
     def read(self, spans: Box) -> Tensor:
-        """Return a copy of the box ``spans``, one ``(start, stop)`` per dim; only rows of the box are read."""
+        """Return a copy of the box ``spans``, one ``(start, stop)`` per dim; only the rows that the box touches are
+        read.
+        """
         if not self.shape:
             out = torch.empty((), dtype=self.dtype)
             self._file.read(self._begin, out)
@@ -287,7 +295,7 @@ class TensorOnDisk(_OnDisk):
 
 
 def is_elsewhere(plan: Plan, rank: int, name: str) -> bool:
-    """Return whether a parameter, buffer or module is on no stage of pipeline rank ``rank`` but on another stage."""
+    """Return whether the parameter, buffer or module ``name`` is on other pipeline ranks only, not on ``rank``."""
     return (
         plan.stages is not None
         and not plan.is_local(rank, name)
@@ -296,7 +304,9 @@ def is_elsewhere(plan: Plan, rank: int, name: str) -> bool:
 
 
 class PartOnDisk(_OnDisk):
-    """Select and concatenate the intervals ``spans`` along each dim of a stored tensor."""
+    """Read parts of a stored tensor: ``spans`` lists, for each dim, the intervals of indices that are selected and
+    concatenated.
+    """
 
     def __init__(self, source: TensorOnDisk, spans: Sequence[Spans]) -> None:
         self.source = source
@@ -318,7 +328,9 @@ class PartOnDisk(_OnDisk):
 
 
 class ShareOnDisk(PartOnDisk):
-    """Select the shard of a stored tensor that ``cuts`` give to the rank at coordinates ``ranks``."""
+    """Read the shard of a stored tensor that belongs to the rank at the coordinates ``ranks``, if the tensor's dims are
+    sharded as ``cuts`` describe.
+    """
 
     def __init__(
         self,
@@ -333,10 +345,11 @@ class ShareOnDisk(PartOnDisk):
 
 
 class ResizedOnDisk(TensorOnDisk):
-    """Resize ``source`` to ``rows`` rows: drop its last rows, or append copies of the mean of its rows.
+    """Read the lazy tensor ``source`` as if it had ``rows`` rows: its last rows are dropped, or copies of the mean of
+    its rows are appended.
 
-    With the mean, a new token gets the average logit of all tokens (Hewitt, "Initializing new word embeddings for
-    pretrained language models", 2021).
+    A new token of an embedding then has the mean of all tokens' rows, so that its logit is their mean logit (Hewitt,
+    "Initializing new word embeddings for pretrained language models", 2021).
     """
 
     def __init__(self, source: TensorOnDisk, rows: int) -> None:
@@ -345,7 +358,7 @@ class ResizedOnDisk(TensorOnDisk):
         self.shape = (rows, *source.shape[1:])
 
     def read(self, spans: Box) -> Tensor:
-        """Return a copy of the box ``spans``, one ``(start, stop)`` per dim."""
+        """Return a copy of the box ``spans`` of the resized tensor, one ``(start, stop)`` per dim."""
         (start, stop), *rest = spans
         stored = self._source.shape[0]
         out = torch.empty(

@@ -3,23 +3,25 @@
 A checkpoint consists of several files, and a process may be killed between any two system calls. A save therefore has
 three phases:
 
-1. *Write.* New files are written to ``.NAME.incomplete``, in the parent directory of NAME. If killed here, NAME is
-   unchanged; the next save removes the incomplete directory. A first save ends with one rename to NAME.
+1. *Write.* New files are written to ``.NAME.incomplete``, in the parent directory of NAME. If the process is killed in
+   this phase, NAME is unchanged; the next save removes the incomplete directory. A first save ends with one rename to
+   NAME.
 2. *Exchange.* The files of NAME that stay are hard-linked into the new directory, together with their sub-directories.
    Everything is synced to disk, and the two directories exchange names in one system call (``renameat2`` of Linux).
-   If killed here, NAME is either the complete old directory or the complete new one.
+   If the process is killed in this phase, NAME is either the complete old directory or the complete new one.
 3. *Remove.* Files that other processes wrote into the old directory meanwhile are moved to the new one, and the old
-   directory is removed. If killed here, NAME is the new directory; the next save removes the old one.
+   directory is removed. If the process is killed in this phase, NAME is the new directory; the next save removes the
+   old one.
 
 Directories are not exchanged on NFS, on systems other than Linux, if NAME is a mount point or the current directory or
 contains a mount point, or if there are very many files. Then phases 2 and 3 are:
 
 2. *Complete.* The new files, and a list of the files to remove, are synced to disk in a directory inside NAME. One
-   rename then gives this directory its name ``NAME/.complete``. If killed before the rename, NAME is unchanged.
+   rename then gives this directory its name ``NAME/.complete``. If the process is killed before it, NAME is unchanged.
 3. *Move.* ``config.json`` is removed, so that nobody loads a mixture of old and new files. Obsolete files are removed,
-   and the new files are renamed one by one, ``config.json`` last. If killed here, the next call of hfscale that reads
-   or writes NAME finishes the move (:func:`finish_move`); until that call, transformers reports a missing
-   ``config.json``.
+   and the new files are renamed one by one, ``config.json`` last. If the process is killed in this phase, the next call
+   of hfscale that reads or writes NAME finishes the move (:func:`finish_move`); until that call, transformers reports a
+   missing ``config.json``.
 """
 
 import ctypes
@@ -48,7 +50,9 @@ _log = logging.getLogger(__name__)
 
 
 class NewFiles:
-    """Hold the new files of a directory until :meth:`commit` moves all of them into the directory."""
+    """Hold new files for a directory in a staging directory, until :meth:`commit` moves all of them into the
+    directory.
+    """
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -59,7 +63,9 @@ class NewFiles:
         self._placed = False
 
     def commit(self, stale: Sequence[str]) -> None:
-        """Move the files into the target, and remove its files that match the patterns ``stale``."""
+        """Move the new files into the target directory, and remove files of the target that match the patterns
+        ``stale``.
+        """
         new = sorted(path.name for path in self.path.iterdir())
         if blocked := [name for name in new if (self.target / name).is_dir()]:
             raise CheckpointError(
@@ -91,7 +97,7 @@ class NewFiles:
             self._move(new, sorted(old))
 
     def close(self) -> None:
-        """Remove the new files unless they were committed, and release the lock."""
+        """Remove the new files unless they were committed, and release the lock of the staging directory."""
         try:
             if not self._placed:
                 with suppress(OSError):
@@ -100,9 +106,9 @@ class NewFiles:
             self._lock.release()
 
     def _exchange(self, replaced: Collection[str]) -> bool:
-        """Exchange the new directory and the target; return whether this was possible.
+        """Let the staging directory and the target directory exchange their names; return whether this was possible.
 
-        Files of the target that are named in ``replaced`` are not kept.
+        Files of the target stay in it, except those that are named in ``replaced``.
         """
         linked: dict[str, int] = {}
         try:
@@ -146,7 +152,9 @@ class NewFiles:
 
 
 def finish_move(directory: str | Path) -> None:
-    """Finish the move of a save that was killed in its last phase; several processes may call this at once."""
+    """Finish moving new files into ``directory`` if the process that was saving them was killed while it moved them.
+    Several processes may call this at once.
+    """
     target = Path(directory)
     source = target / _COMPLETE
     if not (source / _LIST).is_file() or source.is_symlink():
@@ -175,7 +183,9 @@ def finish_move(directory: str | Path) -> None:
 
 
 def _stays(target: Path) -> bool:
-    """Return whether a directory cannot or should not be exchanged for another one."""
+    """Return whether a complete new directory cannot take the name of ``target``, because ``target`` is or contains a
+    mount point or the current directory, or its parent is not writable.
+    """
     if not target.is_dir():
         return False
     with suppress(OSError):  # mount points, and directories that contain one, cannot be exchanged
@@ -192,7 +202,8 @@ def _link(
     left_out: Collection[str],
     linked: dict[str, int],
 ) -> None:
-    """Hard-link the entries of ``source`` into ``target``, and record their inodes in ``linked``.
+    """Hard-link the files of the directory ``source`` into ``target``, with its subdirectories, and record the files'
+    inodes in ``linked``.
 
     Entries in ``left_out`` are skipped. Owner, mode and times of directories are copied.
     """
@@ -234,7 +245,9 @@ def _hand_over(
     left_out: Collection[str],
     linked: dict[str, int],
 ) -> None:
-    """Move to ``new`` the entries that were created or replaced in ``old`` after its files were linked into ``new``."""
+    """Move to the directory ``new`` those files that other processes created or replaced in ``old`` after its files
+    were hard-linked into ``new``; ``linked`` are the inodes of the linked files.
+    """
     for folder, folders, files in os.walk(old):
         within = os.path.relpath(folder, old)
         folders[:] = [

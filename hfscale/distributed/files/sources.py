@@ -10,7 +10,7 @@ state dict of FSDP         ``pytorch_model_fsdp.bin``                          A
 plain, without a config    ``model.safetensors``, ``pytorch_model.bin``        Accelerate's ``save_state``
 =========================  ==================================================  ==============================
 
-To add a format, add an entry to :data:`_FORMS`, or an :class:`AddedSource` in an extension. Before these are tried,
+To add a format, add an entry to :data:`_FORMS`, or an :class:`AddedSource` in an extension. Before these formats,
 :mod:`.weight_files` looks for transformers' own plain files (safetensors, ``pytorch_model.bin``).
 """
 
@@ -34,18 +34,19 @@ _OF_MEGATRON = "common.pt"  # a file of Megatron's distributed checkpoints, whic
 
 @dataclass(frozen=True)
 class Source:
-    """Describe the place and format of a model's weights."""
+    """Describe where a model's weights are and in which format, and open them."""
 
     form: str  # the format, in words
     directory: Path  # the directory of the weight files
     reader: Callable[[Path], dict[str, TensorOnDisk]]  # opens the weights in the directory
 
     def describe(self) -> str:
-        """Return a description of the source, in words."""
+        """Return the format of the weights, in words."""
         return self.form
 
     def open(self, model: Any = None) -> dict[str, TensorOnDisk]:
-        """Return lazy tensors under their names in a full ``model``, with rows in the model's order.
+        """Return lazy tensors of the weights, by their names in ``model``, which is a full model. Their rows are in the
+        order of the model's rows, which another program may have permuted.
 
         Without a ``model`` the tensors serve only to describe the weights.
         """
@@ -56,58 +57,63 @@ class Source:
         return tensors if renamed is None else renamed
 
     def fitting(self, model: Any, tells: bool = False) -> "Source":
-        """Return the source adapted to a full ``model`` on the meta device.
+        """Return the source from which a full ``model`` on the meta device can be loaded: this one, or one that reads
+        the full file on every rank if this one cannot read the model's weights in slices.
 
-        With ``tells``, the source logs a warning if every rank has to read the full file.
+        With ``tells``, log a warning if every rank has to read the full file.
         """
         return self
 
 
 @dataclass(frozen=True)
 class FileWithConfig(Source, ABC):
-    """Describe one file that holds both the weights and the model's config."""
+    """Describe one file that contains the weights and also the config of a model (such as GGUF)."""
 
     file: Path
 
     @abstractmethod
     def build_model(self) -> Any:
-        """Return the full model that :attr:`file` describes, on the meta device."""
+        """Build the full model that the file describes, on the meta device."""
 
     @abstractmethod
     def write_small_files(self, model: Any, target: Path) -> None:
-        """Write the contents of :attr:`file` other than weights: the config of the ``model``, and a tokenizer."""
+        """Write to ``target`` what the file contains besides weights: the config of the ``model``, and a tokenizer."""
 
 
 class AddedSource:
-    """Find and read weights of another program; an extension adds one in its slot ``sources``.
+    """Base class for extensions that read weights of another program; an extension registers an object under
+    ``sources``.
 
     Each method returns ``None`` for an input that it does not recognize.
     """
 
     def find(self, path: Path) -> Source | None:
-        """Return the source of the weights in a directory or in a file."""
+        """Return a description of the weights at ``path``, a directory or a file."""
         return None
 
     def find_optimizer(self, directory: Path) -> Any:
-        """Return the :class:`~hfscale.checkpoint.foreign_optimizer.OptimizerSource` of a directory."""
+        """Return a description of the optimizer state in a directory: an
+        :class:`~hfscale.checkpoint.foreign_optimizer.OptimizerSource`.
+        """
         return None
 
     def locate(self, path: Any, kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-        """Return the directory of the file that these arguments of ``from_pretrained`` name, and the arguments to pass
-        to transformers.
+        """Find the weight file that the arguments ``path`` and ``kwargs`` of ``from_pretrained`` name. Return its
+        directory, and the arguments to pass to transformers.
         """
         return None
 
     def recognize(self, source: Path) -> str | None:
-        """Return a text that names another program's format, found in ``source`` or one level below it, and the tool
-        that converts it.
+        """Return a text that names the program whose weights are in ``source`` or one level below it, and the tool that
+        converts them.
         """
         return None
 
     def rename(
         self, tensors: Mapping[str, TensorOnDisk], config: Any
     ) -> dict[str, TensorOnDisk] | None:
-        """Return tensors of another program under transformers' names, with rows in transformers' order.
+        """Return the tensors of another program under the names that transformers has for them, with their rows in
+        transformers' order.
 
         ``config`` is the model's config, or ``None`` if the caller needs only the names.
         """
@@ -115,7 +121,9 @@ class AddedSource:
 
 
 def ask_added(question: str, *given: Any) -> Any:
-    """Call the method ``question`` of each added source; return the first result that is not ``None``, if any."""
+    """Call the method named ``question`` of each :class:`AddedSource`, with the arguments ``given``, and return the
+    first result that is not ``None``; ``None`` if all are.
+    """
     answers = (getattr(source, question)(*given) for source in all_provided("sources"))
     return next((answer for answer in answers if answer is not None), None)
 
@@ -140,9 +148,9 @@ _FORMS = (
 
 
 def find_source(path: Path) -> Source | None:
-    """Return the source of weights in a directory or file, in a format that transformers does not load in slices.
+    """Find the weights that another trainer has written in a directory or a file.
 
-    Return ``None`` for transformers' own checkpoints, and if there are no weights.
+    Return ``None`` if there are no weights, or if they are an ordinary checkpoint of transformers.
     """
     if (path / _OF_MEGATRON).exists():
         return None
@@ -165,7 +173,9 @@ def _open_plain(directory: Path) -> dict[str, TensorOnDisk]:
 
 
 def form_of(directory: Path) -> str | None:
-    """Return, in words, the format of the weights in a directory; ``None`` if it has no weights that hfscale reads."""
+    """Return the name of the format of the weights in a directory, such as ``"safetensors"``; ``None`` if it has no
+    weights that hfscale reads.
+    """
     if files := weight_files(directory):
         return "pytorch_model.bin" if files[0].suffix == ".bin" else "safetensors"
     source = find_source(directory)
@@ -178,7 +188,9 @@ def has_weights(directory: Path) -> bool:
 
 
 def open_weights(directory: Path) -> dict[str, TensorOnDisk]:
-    """Return lazy tensors of all weights in a directory, under the model's names; empty if it has no weights."""
+    """Return lazy tensors of all weights in a directory, by their names in the model; an empty dict if it has no
+    weights.
+    """
     if files := weight_files(directory):
         return open_tensors(files)
     source = find_source(directory)
@@ -186,15 +198,15 @@ def open_weights(directory: Path) -> dict[str, TensorOnDisk]:
 
 
 def written_elsewhere(source: Path) -> str | None:
-    """Return a text that names another program's format, found in ``source`` or one level below it, and the tool that
-    converts it.
+    """Return a text that names the program whose weights are in ``source`` or one level below it, and the tool that
+    converts them; ``None`` if no extension recognizes such weights.
     """
     recognized: str | None = ask_added("recognize", source)
     return recognized
 
 
 def refuse_foreign(source: Path) -> None:
-    """Raise :class:`CheckpointError` if a directory only has weights of another program that hfscale does not read."""
+    """Raise :class:`CheckpointError` if a directory has weights of another program, and none that hfscale reads."""
     if (
         source.is_dir()
         and not has_weights(source)

@@ -1,10 +1,11 @@
 """Keep this rank's shard of a quantized weight as the bytes that its checkpoint stores: nothing is quantized again.
 
-A shard consists of a few boxes of stored matrices. A box of a stored matrix is read from each stored tensor of the
-matrix (values, scales, zero points), enlarged to the quantization blocks that it touches (:mod:`.dequantized`). The
-stored words of these boxes, one after the other, form a row of bytes, one row per data rank
-(:mod:`..ops.quantized_weights`). Boxes that are equal in many matrices, such as one projection of every expert, are
-stored together and decoded together. The functions of a plain load decode them, so the values are the same::
+A shard may consist of rows and columns of several stored matrices, such as the experts' projections. Of each matrix,
+the box that belongs to the shard is read from every stored tensor (values, scales, zero points), enlarged to the
+quantization blocks that it touches (:mod:`.dequantized`). The bytes of all boxes, one after the other, are this data
+rank's row of bytes, and the rows of all data ranks can be all-gathered (:mod:`..ops.quantized_weights`). Boxes that are
+equal in many matrices, such as one projection of every expert, are stored and decoded together. Decoding uses the
+functions that dequantize weights at loading, so the values are the same::
 
     row of a rank with two experts:   [gate values 0, 1 | gate scales 0, 1 | up values 0, 1 | up scales 0, 1]
 """
@@ -32,7 +33,9 @@ Source = tuple[DequantizedOnDisk, Spans]
 
 @dataclass(frozen=True)
 class KeptPart:
-    """Describe the words of one stored tensor that belong to a box of a matrix."""
+    """Describe what one stored tensor (values, scales ...) contributes to a shard of a matrix: the box of its elements,
+    and how they belong to rows and columns.
+    """
 
     name: str  # the tensor's name as an argument of the arithmetic
     dtype: torch.dtype  # dtype of the words
@@ -44,7 +47,9 @@ class KeptPart:
 
 @dataclass(frozen=True)
 class KeptBlock:
-    """Describe equal boxes of several matrices; for each stored tensor, the words of all matrices are contiguous."""
+    """Describe equal boxes of several quantized matrices that are stored together: of each stored tensor (values,
+    scales ...), the bytes of all matrices are contiguous.
+    """
 
     parts: tuple[KeptPart, ...]  # one per stored tensor
     arithmetic: Arithmetic  # computes values from the words
@@ -53,7 +58,9 @@ class KeptBlock:
     at: Box  # the matrices, rows and columns of the shard that the boxes fill
 
     def places(self) -> list[tuple[KeptPart, int, int]]:
-        """Return each part, the offset of its first byte in the block, and its number of bytes per matrix."""
+        """Return, for each stored tensor (values, scales ...), its description, the offset of its first byte in this
+        block of bytes, and its number of bytes per matrix.
+        """
         (first, last), begin, found = self.at[0], 0, []
         for part in self.parts:
             size = prod(part.shape) * part.dtype.itemsize
@@ -63,12 +70,14 @@ class KeptBlock:
 
     @property
     def size(self) -> int:
-        """The number of bytes of the block."""
+        """The number of bytes that all boxes take together, with padding."""
         (_, begin, size), (first, last) = self.places()[-1], self.at[0]
         return begin + ceil((last - first) * size / _ALIGNED) * _ALIGNED
 
     def decode_into(self, rows: Tensor, out: Tensor, dtype: torch.dtype) -> None:
-        """Write the values, in ``dtype``, of ``rows [shards, size]`` to ``out [shards, matrices, rows, columns]``."""
+        """Dequantize the bytes ``rows [shards, size]`` of several shards with equal boxes to ``dtype``, and write the
+        values to ``out [shards, matrices, rows, columns]``.
+        """
         shards, matrices = out.shape[:2]
         parts = {}
         for part, begin, size in self.places():
@@ -86,7 +95,7 @@ class KeptBlock:
 
 @dataclass(frozen=True)
 class StoredEncoding(Encoding):
-    """Describe how to decode a weight from the bytes of its checkpoint."""
+    """Describe how a weight is decoded from bytes that were kept as its quantized checkpoint stores them."""
 
     dim: int  # the dim of ``shape`` that is sharded over data ranks
     # for each data rank the ``(start, stop)`` of its shard along ``dim``, and the blocks of its row
@@ -94,13 +103,15 @@ class StoredEncoding(Encoding):
 
     @property
     def row_shape(self) -> tuple[int, int]:
-        """The shape of the gathered bytes, one row per data rank; the rows of smaller shards are padded."""
+        """The shape of the weight's bytes after an all-gather: one row per data rank, padded to the longest row."""
         return len(self.shards), max(
             sum(block.size for block in blocks) for _, blocks in self.shards
         )
 
     def decode(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values ``[matrices, rows, columns]`` of the gathered bytes; equal shards are decoded together."""
+        """Return the values ``[matrices, rows, columns]`` of the full weight, given the bytes of all data ranks (one
+        row per rank); shards that are stored equally are decoded together.
+        """
         plain = as_bytes(rows)
         first = 0
         out = torch.empty(self.shape, dtype=dtype or self.dtype, device=plain.device)
@@ -120,7 +131,9 @@ class StoredEncoding(Encoding):
 
 
 class _Piece(NamedTuple):
-    """Describe a box of one stored matrix and its place in the shard."""
+    """Describe the box of one stored matrix that belongs to a shard, and the rows and columns of the shard that it
+    fills.
+    """
 
     weight: DequantizedOnDisk
     spans: Box  # the box in the weight, as stored
@@ -129,7 +142,9 @@ class _Piece(NamedTuple):
 
 
 class StoredRow:
-    """Read lazily the row of bytes that the rank at ``ranks`` holds of a weight with two or three dims."""
+    """Read lazily the bytes that the rank at the coordinates ``ranks`` keeps of a quantized weight with two or three
+    dims, as one row.
+    """
 
     def __init__(
         self, planned: ParameterPlan, sources: Sequence[Source], ranks: Mapping[str, int]
@@ -170,7 +185,9 @@ class StoredRow:
 
 
 def _pieces(sources: Sequence[Source], spans: Sequence[Spans]) -> Iterator[_Piece]:
-    """Yield the boxes of ``sources`` that lie in the shard ``spans`` of a parameter (three dims)."""
+    """Yield, for each stored matrix in ``sources``, its box that belongs to a shard. ``spans`` lists the intervals of
+    the parameter that the shard consists of, for each of three dims.
+    """
     for weight, box in sources:
         edges = [(0, 1)] * (3 - len(box)) + list(box)
         hits = [overlaps([edge], within) for edge, within in zip(edges, spans, strict=True)]
@@ -185,7 +202,9 @@ def _pieces(sources: Sequence[Source], spans: Sequence[Spans]) -> Iterator[_Piec
 
 
 def _grouped(pieces: Iterator[_Piece]) -> list[tuple[KeptBlock, list[_Piece]]]:
-    """Group the boxes of consecutive matrices with equal descriptions; return each block with its boxes."""
+    """Group the boxes of consecutive matrices that fill the same rows and columns of a shard in the same way; return
+    the description of each group with its boxes.
+    """
     found = list[tuple[KeptBlock, list[_Piece]]]()
     for piece in sorted(pieces, key=lambda piece: (piece.at, piece.matrix)):
         alone = _block(piece)
@@ -206,7 +225,9 @@ def _grouped(pieces: Iterator[_Piece]) -> list[tuple[KeptBlock, list[_Piece]]]:
 
 
 def _block(piece: _Piece) -> KeptBlock:
-    """Return the block of one box alone; equal boxes of other matrices have an equal block."""
+    """Describe one box of a stored matrix; boxes of other matrices that can be stored together with it have an equal
+    description.
+    """
     weight = piece.weight
     inside = piece.spans[-2:]
     alongs = {name: (part.rows, part.columns) for name, part in weight.parts.items()}

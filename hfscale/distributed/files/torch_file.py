@@ -56,7 +56,9 @@ class TensorInTorchFile(TensorOnDisk):
         self._begin = place.begin
 
     def read(self, spans: Box) -> Tensor:
-        """Return a copy of the box ``spans``; for a tensor that is not contiguous, read the full tensor first."""
+        """Return a copy of the box ``spans``, one ``(start, stop)`` per dim; a tensor that is not contiguous is read in
+        full first.
+        """
         if self.shape != self._place.shape or _is_contiguous(self._place):
             return super().read(spans)
         sizes = zip(self._place.shape, self._place.stride, strict=True)
@@ -70,7 +72,9 @@ class TensorInTorchFile(TensorOnDisk):
 
 
 def _reason(error: Exception) -> str:
-    """Return the line of an error that gives the cause: torch's first lines explain how to load the file anyway."""
+    """Return the line of an error of ``torch.load`` that gives the cause; its first lines only explain how to load the
+    file anyway.
+    """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return next((line.strip() for line in lines if "Unsupported" in line), lines[0])
 

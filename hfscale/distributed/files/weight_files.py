@@ -9,13 +9,13 @@ from .reader import SafetensorsFile, TensorOnDisk
 
 _OF_TORCH = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 SLICED = "shard-?????-model-?????-of-?????.safetensors"
-"""Pattern of files that hold one slice of every tensor: see :mod:`.sliced_files`."""
+"""Pattern of the names of files that hold one rank's slice of every tensor: see :mod:`.sliced_files`."""
 METADATA = ".metadata"  # the index file of a distributed checkpoint: see :mod:`.dcp`
 TORCH_INDEX = "pytorch_model.bin.index.json"
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files of a directory that hold full tensors; an empty list if it has none.
+    """Return the weight files of a directory that hold full tensors; an empty list if it has none.
 
     Like transformers, prefer safetensors files to ``pytorch_model.bin`` and ``pytorch_model-*-of-*.bin``.
     """
@@ -28,7 +28,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def open_tensors(files: Iterable[str | Path]) -> dict[str, TensorOnDisk]:
-    """Return a lazy tensor for every tensor of several files."""
+    """Return lazy tensors, by name, of all tensors in several files."""
     tensors: dict[str, TensorOnDisk] = {}
     for file in files:
         if str(file).endswith(".bin"):

@@ -35,7 +35,9 @@ STALE = (
     f"pytorch_model{_SHARDS}.bin",
     "pytorch_model.bin.index.json",
 )
-"""Patterns of earlier weight files, which transformers might load instead of those of a :class:`CheckpointWriter`."""
+"""Patterns of the names of weight files from an earlier save, which transformers might load instead of the files that a
+:class:`CheckpointWriter` writes.
+"""
 
 # safetensors' names of dtypes in the order in which its own serializer writes tensors: the largest dtype first. Every
 # tensor then begins at a multiple of its itemsize, which readers that map files to a GPU rely on.
@@ -59,11 +61,14 @@ _ORDER = (
     "BOOL",
 )
 REPLACED = (*STALE, ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")
-"""Patterns of earlier weight files, and of earlier adapters, which transformers would load on top of the weights."""
+"""Patterns of the names of weight files and adapters from an earlier save; transformers would load the adapters on top
+of the new weights.
+"""
 
 
 class CheckpointWriter:
-    """Write ``contents`` (stored name -> shape and dtype) to safetensors files in ``directory``, in any order.
+    """Write the weights of a checkpoint to safetensors files in ``directory``, one tensor at a time, in any order.
+    ``contents`` are the shape and dtype of every tensor, by name.
 
     The index records the number of ``parameters`` of the model, by default the number of entries of all tensors.
     """
@@ -106,10 +111,11 @@ class CheckpointWriter:
             self._places |= {name: (directory / file, place) for name, place in places.items()}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor of the contents.
+        """Write one of the announced tensors to its file.
 
         Raises:
-            CheckpointError: the contents have no such tensor, it has another shape or dtype, or was written already.
+            CheckpointError: no tensor of this name was announced, it has another shape or dtype than announced, or it
+                was written already.
         """
         if name not in self._missing:
             raise CheckpointError(
@@ -129,7 +135,9 @@ class CheckpointWriter:
         del self._missing[name]
 
     def finish(self) -> None:
-        """Write the index, if there are several files; raise :class:`CheckpointError` if a tensor was never written."""
+        """Write the index, if there are several files; raise :class:`CheckpointError` if an announced tensor was never
+        added.
+        """
         if self._missing:
             raise CheckpointError(f"these tensors were not written: {', '.join(self._missing)}")
         if self._index is not None:
@@ -143,7 +151,9 @@ def _describe(tensor: Shaped) -> str:
 
 
 def safetensors_header(contents: Mapping[str, Shaped]) -> tuple[bytes, dict[str, int], int]:
-    """Return the header bytes of a safetensors file, the offset of each tensor in it, and its size."""
+    """Return the header of a safetensors file for the tensors ``contents`` as bytes, the offset of each tensor in the
+    file, and the size of the file.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in in_order(contents):
@@ -161,7 +171,7 @@ def safetensors_header(contents: Mapping[str, Shaped]) -> tuple[bytes, dict[str,
 
 
 def in_order(contents: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return names and tensors in the order of safetensors' own serializer: by dtype, then by name."""
+    """Return names and tensors in the order in which safetensors' own writer stores them: by dtype, then by name."""
     for name, tensor in contents.items():
         if tensor.dtype not in NAMES:
             raise CheckpointError(
@@ -181,7 +191,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileSum:
-    """Write a safetensors file from front to back, one tensor at a time, and fsync it."""
+    """Write a safetensors file from front to back, one tensor at a time, and fsync it; return its size and checksum."""
     header, _, size = safetensors_header(tensors)
     crc = 0
     with path.open("wb") as file:

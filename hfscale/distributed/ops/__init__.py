@@ -1,1 +1,1 @@
-"""Run collectives and operators over ranks; those that training needs are differentiable."""
+"""Run collectives, and operators whose tensors are sharded over ranks; those that training needs are differentiable."""

@@ -1,8 +1,9 @@
 """Run the collectives of the model axes, plain and differentiable, under Megatron-LM's names.
 
-The differentiable collectives are used at the edges of regions that several ranks compute together (``f`` and ``g`` in
-Shoeybi et al. 2019, section 3; ``g`` bar and its counterpart in Korthikanti et al. 2022, section 4.2.2). Here ``x0`` is
-the input of rank 0, ``g`` the gradient of the output, ``[a]`` a shard, and ``[a b]`` the full tensor::
+The differentiable collectives are used at the inputs and outputs of tensor-parallel and sequence-parallel modules
+(``f`` and ``g`` in Shoeybi et al. 2019, section 3; ``g`` bar and its counterpart in Korthikanti et al. 2022, section
+4.2.2). In this table of two ranks, ``x0`` is the input of rank 0, ``g0`` the gradient of its output (``g`` if it is
+equal on both ranks), ``[a]`` a shard, and ``[a b]`` the full tensor::
 
     function                            forward                         backward
     copy_to_tp_region                   x -> x                          g0 + g1 on every rank
@@ -52,7 +53,7 @@ _past: deque[tuple[float, float]] = deque(maxlen=10_000)
 
 
 class Started:
-    """Hold a collective in flight; :meth:`result` waits for it."""
+    """Hold a collective that has been started; :meth:`result` waits until it is done."""
 
     def __init__(self, work: Any, finish: Callable[[], Tensor]) -> None:
         self._work = work
@@ -76,8 +77,8 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Started:
 def start_all_gather(
     x: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup
 ) -> Started:
-    """Start an all-gather to the full tensor, in rank order, of ``x``, which has ``lengths[rank]`` entries along
-    ``dim``.
+    """Start an all-gather of ``x`` along ``dim``, where each rank has ``lengths[rank]`` entries; the result is the full
+    tensor, in rank order.
     """
     dim, size = dim % x.ndim, len(lengths)
     even = max(lengths) == min(lengths)
@@ -120,8 +121,8 @@ def start_all_gather(
 def start_reduce_scatter(
     x: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup
 ) -> Started:
-    """Start a reduce-scatter of the partial sums ``x``: each rank gets ``lengths[rank]`` entries of the sum along
-    ``dim``. ``x`` has all entries along ``dim``.
+    """Start a reduce-scatter along ``dim``: the ranks' tensors ``x``, which all have the full length, are summed, and
+    each rank gets its ``lengths[rank]`` entries of the sum.
     """
     dim, size, length = dim % x.ndim, len(lengths), lengths[dist.get_rank(group)]
     if max(lengths) == min(lengths) and _leads(x.shape, dim):
@@ -159,7 +160,9 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_reduce_together(
     pieces: Sequence[Tensor], group: dist.ProcessGroup, divisor: int = 1
 ) -> None:
-    """Sum tensors over the ranks in place, with one all-reduce in their widest dtype; divide sums by ``divisor``."""
+    """Sum tensors over the ranks in place, with one all-reduce for all of them, in their widest dtype; divide the sums
+    by ``divisor``.
+    """
     flat = torch.cat([piece.reshape(-1) for piece in pieces])
     dist.all_reduce(flat, group=group)
     if divisor != 1:  # before the sums are rounded to a narrower dtype
@@ -175,7 +178,9 @@ def all_gather(
     dim: int,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """All-gather ``x`` along ``dim``: see :func:`start_all_gather`."""
+    """All-gather ``x`` along ``dim``, where each rank has ``lengths[rank]`` entries; return the full tensor, in rank
+    order.
+    """
     return start_all_gather(x, lengths, dim, group).result()
 
 
@@ -185,7 +190,7 @@ def reduce_scatter(
     dim: int,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Reduce-scatter ``x`` along ``dim``: see :func:`start_reduce_scatter`."""
+    """Sum the ranks' tensors ``x``, and return this rank's ``lengths[rank]`` entries of the sum along ``dim``."""
     return start_reduce_scatter(x, lengths, dim, group).result()
 
 
@@ -231,7 +236,8 @@ class _Mapping(torch.autograd.Function):
 def apply_mapping(
     x: Tensor, forward: Map, backward: Callable[[Any], Tensor], undefined: bool = False
 ) -> Tensor:
-    """Return ``forward(x)``, a new tensor or a view, with ``backward`` as the function of its gradient; save no tensor.
+    """Return ``forward(x)``, a new tensor or a view, whose gradient ``backward`` maps to the gradient of ``x``; no
+    tensor is saved.
 
     With ``undefined``, ``backward`` receives ``None`` for a missing gradient; otherwise it receives zeros.
     """
@@ -250,16 +256,19 @@ class _Tied(torch.autograd.Function):
 
 
 def tied(y: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """Return ``y``, whose backward pass also runs the backward passes of ``others``.
+    """Return ``y``; its backward pass also runs the backward passes of ``others``, whose gradients may be missing.
 
-    Other ranks wait for communication in these backward passes, even if this rank did not use ``others``.
+    This is needed if these backward passes communicate: other ranks wait for them, even if this rank did not use
+    ``others``.
     """
     waited_for = [each for each in others if each.requires_grad]
     return _Tied.apply(y, *waited_for) if waited_for else y
 
 
 def copy_to_tp_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return ``x``, an activation or parameter that is equal on all ranks of ``group``; all-reduce its gradient."""
+    """Return ``x``, an activation or parameter that is equal on all ranks of ``group``; in the backward pass,
+    all-reduce its gradient.
+    """
     return (
         x
         if group is None
@@ -268,7 +277,9 @@ def copy_to_tp_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def reduce_from_tp_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """All-reduce the partial sums ``x``, of any shape, over the ranks of ``group``; pass the gradient on unchanged."""
+    """All-reduce the partial sums ``x``, of any shape, over the ranks of ``group``; the backward pass leaves the
+    gradient unchanged.
+    """
     return (
         x
         if group is None
@@ -279,7 +290,9 @@ def reduce_from_tp_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def gather_from_tp_region(
     x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None, dim: int = -1
 ) -> Tensor:
-    """All-gather ``x``, which has ``lengths[rank]`` entries along ``dim``, over ``group``; slice the gradient."""
+    """All-gather ``x`` over ``group`` along ``dim``, where each rank has ``lengths[rank]`` entries; in the backward
+    pass, return this rank's slice of the gradient.
+    """
     if group is None:
         return x
     return apply_mapping(
@@ -310,9 +323,9 @@ def gather_from_sequence_region(
     dim: int = 1,
     known: Tensor | None = None,
 ) -> Tensor:
-    """All-gather ``x``, which has ``lengths[rank]`` entries along ``dim``; reduce-scatter its gradient.
+    """All-gather ``x`` along ``dim``, where each rank has ``lengths[rank]`` entries; reduce-scatter its gradient.
 
-    If the full tensor is ``known`` already, it is returned instead of gathering.
+    ``known`` is the full tensor, if it exists already: it is returned without an all-gather.
     """
     back = _on(reduce_scatter, lengths, dim, group)
     if known is None:
@@ -324,9 +337,8 @@ def gather_from_sequence_region(
 def reduce_scatter_to_sequence_region(
     x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, dim: int = 1
 ) -> Tensor:
-    """Reduce-scatter the partial sums ``x``: each rank gets ``lengths[rank]`` entries along ``dim``.
-
-    The gradient is all-gathered.
+    """Sum the ranks' tensors ``x``, and return this rank's ``lengths[rank]`` entries of the sum along ``dim``; the
+    gradient is all-gathered.
     """
     return apply_mapping(
         x, _on(reduce_scatter, lengths, dim, group), _on(all_gather, lengths, dim, group)
@@ -355,7 +367,9 @@ def _own_slice(
 
 
 def _leads(shape: Sequence[int], dim: int) -> bool:
-    """Return whether ``dim`` is outermost in memory (as in a batch of 1): shards in rank order then need no copy."""
+    """Return whether all dims before ``dim`` have size 1 (as in a batch of one sequence), so that shards can be
+    concatenated along ``dim`` in memory without a copy.
+    """
     return all(size == 1 for size in shape[:dim])
 
 
@@ -388,7 +402,9 @@ class Waiting:
 
 @contextmanager
 def waiting(call: str, peer: int, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Record, for the duration of the ``with`` block, that this process waits for ``peer`` to send or receive."""
+    """Record in :func:`waits`, for the duration of the ``with`` block, that this process waits for the rank ``peer`` to
+    send or receive.
+    """
     one = Waiting(call, peer, group)
     _waits.append(one)
     try:
@@ -399,10 +415,12 @@ def waiting(call: str, peer: int, group: dist.ProcessGroup | None) -> Iterator[N
 
 
 def waits() -> list[Waiting]:
-    """Return the sends and receives that are being waited for, the oldest first."""
+    """Return the sends and receives for which this process is waiting now, the oldest first."""
     return list(_waits)
 
 
 def past_waits() -> list[tuple[float, float]]:
-    """Return (start, end) of the latest completed waits, in seconds since 1970."""
+    """Return (start, end), in seconds since 1970, of the latest sends and receives for which this process has
+    waited.
+    """
     return list(_past)

@@ -35,7 +35,9 @@ from .vocab_cross_entropy import VocabularySlice, compute_dtype, gathered
 
 @dataclass(frozen=True, kw_only=True)
 class TaughtRows:
-    """Hold a teacher's rows and compute a student's divergence from them; rows are equal on all tensor ranks."""
+    """Hold what is known of a teacher's distribution for each row (token position), and compute a student's divergence
+    from it. Rows are equal on all tensor ranks; the vocabulary is sharded over them.
+    """
 
     beta: float
     temperature: float
@@ -44,11 +46,15 @@ class TaughtRows:
     def log_probs(
         self, logits: Tensor, rows: Tensor, vocabulary: VocabularySlice
     ) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities ``[n, V/t]`` of the student, from its ``logits``, and of the teacher."""
+        """Return two tensors of log-probabilities ``[n, V/t]``, over this rank's slice of the vocabulary: the
+        student's, from its ``logits``, and the teacher's, for the rows with the indices ``rows``.
+        """
         raise NotImplementedError
 
     def terms(self, logits: Tensor, rows: Tensor, vocabulary: VocabularySlice) -> "DivergenceTerms":
-        """Return the divergences of the student's ``logits [n, V/t]`` from the teacher's rows at ``rows [n]``."""
+        """Return the divergences of a student from the teacher: row ``i`` of the student's ``logits [n, V/t]`` is
+        compared with the teacher's row ``rows[i]``.
+        """
         log_p, log_q = self.log_probs(logits, rows, vocabulary)
         made = DivergenceTerms(log_p, log_q, vocabulary, self.beta, self.temperature)
         if self.entropy is not None:
@@ -58,7 +64,7 @@ class TaughtRows:
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherRows(TaughtRows):
-    """Hold the teacher's hidden rows, and its head over this rank's slice of the vocabulary."""
+    """Hold a teacher as its final hidden states, one row per token position, and this rank's slice of its head."""
 
     hidden: Tensor  # [N, h]
     weight: Tensor  # [V/t, h]
@@ -68,7 +74,7 @@ class TeacherRows(TaughtRows):
     def log_probs(
         self, logits: Tensor, rows: Tensor, vocabulary: VocabularySlice
     ) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities of both; see :class:`TaughtRows`."""
+        """Return the log-probabilities of the student and of the teacher; see :meth:`TaughtRows.log_probs`."""
         with torch.autocast(logits.device.type, enabled=False):
             own = F.linear(self.hidden.index_select(0, rows), self.weight, self.bias)
             own = own if self.finish is None else self.finish(own)
@@ -79,7 +85,9 @@ class TeacherRows(TaughtRows):
 
 @dataclass(frozen=True, kw_only=True)
 class StoredRows(TaughtRows):
-    """Hold the stored log-probabilities of the teacher's ``k`` most probable tokens per row."""
+    """Hold a teacher as the stored log-probabilities of its ``k`` most probable tokens for each row (token
+    position).
+    """
 
     stored: Tensor  # [N, k] log-probabilities of the tokens
     tokens: Tensor  # [N, k] global ids of the tokens
@@ -88,9 +96,9 @@ class StoredRows(TaughtRows):
     def log_probs(
         self, logits: Tensor, rows: Tensor, vocabulary: VocabularySlice
     ) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities of both; see :class:`TaughtRows`.
+        """Return the log-probabilities of the student and of the teacher; see :meth:`TaughtRows.log_probs`.
 
-        Outside of ``tokens`` the teacher's probabilities are proportional to the student's.
+        For tokens that are not stored, the teacher's probabilities are proportional to the student's.
         """
         z = logits.to(compute_dtype(logits.dtype)) / self.temperature
         stored, tokens, rest = (
@@ -107,7 +115,8 @@ class StoredRows(TaughtRows):
 def top_tokens(
     logits: Tensor, k: int, temperature: float, vocabulary: VocabularySlice
 ) -> tuple[Tensor, ...]:
-    """Return the ``k`` most probable tokens of each row of ``logits [n, V/t]``; equal on all ranks.
+    """Return the ``k`` most probable tokens of each row, given ``logits [n, V/t]`` over this rank's slice of the
+    vocabulary; the result is equal on all ``t`` tensor ranks.
 
     Returns:
         The tokens' log-probabilities ``[n, k]``, their global ids ``[n, k]``, and the log of the total probability of
@@ -135,27 +144,34 @@ def top_tokens(
 
 
 def log_sum_exps(rows: Sequence[Tensor], vocabulary: VocabularySlice) -> Tensor:
-    """Return the log-sum-exps of several logits ``[n, V/t]`` over the full vocabulary, ``[len(rows), n, 1]``."""
+    """Return the log-sum-exp over the full vocabulary of each row of several tensors of logits, as ``[len(rows), n,
+    1]``; each tensor is ``[n, V/t]``, over this rank's slice of the vocabulary.
+    """
     lse = torch.stack([row.logsumexp(-1, keepdim=True) for row in rows])
     return lse if vocabulary.group is None else gathered(lse, vocabulary.group).logsumexp(0)
 
 
 def _columns(tokens: Tensor, z: Tensor, vocabulary: VocabularySlice) -> Tensor:
-    """Return the columns of ``tokens`` in this rank's slice ``z [n, V/t]``; ``V/t`` for tokens outside of the slice."""
+    """Return the columns that ``tokens`` (global ids) have in this rank's slice of the logits ``z``; a token outside
+    the slice gets the column after the last one.
+    """
     places = tokens - vocabulary.start
     width = z.shape[1]
     return torch.where((places >= 0) & (places < width), places, width)
 
 
 def _with_columns(z: Tensor, columns: Tensor, values: Tensor | float) -> Tensor:
-    """Return a copy of ``z`` with ``values`` written into the ``columns`` of each row."""
+    """Return a copy of ``z`` in which each row has ``values`` in its ``columns``; values for a column after the last
+    one are dropped.
+    """
     # values of tokens outside of the slice go to an extra column, which is removed
     wide = F.pad(z, (0, 1))
     return wide.scatter_(1, columns, values)[:, :-1]  # type: ignore[arg-type]  # a number or a tensor
 
 
 class DivergenceTerms:
-    """Compute the divergences of rows and their gradients by the student's ``logits [n, V/t]``.
+    """Compute the divergence of each row, and its gradient by the student's ``logits [n, V/t]`` over this rank's slice
+    of the vocabulary.
 
     :meth:`gradient` may be called once, because it overwrites the log-probabilities.
     """
@@ -192,11 +208,12 @@ class DivergenceTerms:
         self.entropy = -minus_entropy.squeeze(1)  # [n], entropy of the student, in nats
 
     def losses(self) -> Tensor:
-        """Return the divergences ``[n, 1]``, equal on all ranks."""
+        """Return the divergence of each row, ``[n, 1]``, equal on all tensor ranks."""
         return (self._beta or 1) * self._from_teacher + (1 - self._beta or 1) * self._from_student
 
     def gradient(self, logits: Tensor, scale: Tensor, reuse: bool = False) -> Tensor:
-        """Return ``scale * d losses / d logits``; ``scale`` is ``[]`` or ``[n, 1]``.
+        """Return ``scale`` times the gradient of each row's divergence by the student's ``logits``; ``scale`` is ``[]``
+        or ``[n, 1]``.
 
         With ``reuse``, the result is written into ``logits``.
         """
@@ -210,5 +227,7 @@ class DivergenceTerms:
 
 
 def _expected(log_p: Tensor, log_m: Tensor) -> Tensor:
-    """Return ``p (log p - log m)`` elementwise, and 0 for tokens with probability 0 (a logit of ``-inf``)."""
+    """Return ``p (log p - log m)`` elementwise, given ``log p`` and ``log m``; 0 for tokens with probability ``p = 0``
+    (a logit of ``-inf``).
+    """
     return (log_p.exp() * (log_p - log_m)).masked_fill_(log_p == -torch.inf, 0)

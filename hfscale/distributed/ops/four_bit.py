@@ -1,8 +1,8 @@
 """Hold 4-bit weights as plain bytes, which data ranks can shard and all-gather like any other tensor.
 
-bitsandbytes keeps a 4-bit weight (QLoRA, Dettmers et al. 2023) as bytes with a state object, and FSDP2 loses the
-object when it shards parameters. Here each data rank has one row of bytes with its values and scales
-(:mod:`.quantized_weights`)::
+bitsandbytes keeps a 4-bit weight (QLoRA, Dettmers et al. 2023) as bytes with a state object for the scales, and FSDP2
+loses this object when it shards parameters. Here each data rank keeps its shard of the weight as one row of bytes,
+values and scales together (:mod:`.quantized_weights`)::
 
     [matrices * blocks * 32 bytes | matrices * scale_bytes]     32 bytes = one block of 64 values
 
@@ -28,7 +28,7 @@ from .quantized_weights import Encoding, as_bytes
 
 @dataclass(frozen=True)
 class FourBitEncoding(Encoding):
-    """Describe the layout of a 4-bit weight's bytes."""
+    """Describe how a 4-bit weight is stored as bytes: quantization type, scales, and the dim that data ranks shard."""
 
     quant_type: str  # ``nf4`` or ``fp4``
     double: bool  # whether the scales are quantized too
@@ -37,40 +37,44 @@ class FourBitEncoding(Encoding):
 
     @property
     def chunk(self) -> tuple[int, int, int]:
-        """The shape of the largest shard."""
+        """The shape of the weight's shard on a data rank; other ranks may have smaller ones."""
         sizes = list(self.shape)
         sizes[self.dim] = ceil(sizes[self.dim] / self.shards)
         return sizes[0], sizes[1], sizes[2]
 
     @property
     def blocks(self) -> int:
-        """The number of blocks of one matrix of a shard."""
+        """The number of quantization blocks in each matrix of a data rank's shard."""
         return ceil(self.chunk[1] * self.chunk[2] / BLOCK)
 
     @property
     def scale_bytes(self) -> int:
-        """The number of bytes of the scales of one matrix of a shard, a multiple of 4."""
+        """The number of bytes of the scales of each matrix in a data rank's shard, a multiple of 4."""
         return bytes_of_scales(self.blocks, self.double)
 
     @property
     def weight_bytes(self) -> int:
-        """The number of bytes of a row's 4-bit values, which come before the row's scales."""
+        """The number of bytes of a data rank's 4-bit values, which are stored before its scales."""
         return self.chunk[0] * self.blocks * BLOCK // 2
 
     @property
     def row_shape(self) -> tuple[int, int]:
-        """The shape of the gathered bytes."""
+        """The shape of the weight's bytes after an all-gather: one row per data rank."""
         return self.shards, self.weight_bytes + self.chunk[0] * self.scale_bytes
 
     @property
     def is_one_stream(self) -> bool:
-        """Return whether the gathered bytes are one matrix that was quantized as a single sequence of blocks."""
+        """Return whether the gathered bytes of all data ranks are one matrix that was quantized as a single sequence of
+        blocks, so that bitsandbytes can decode it as such.
+        """
         if self.shape[0] != 1:
             return False
         return self.shards == 1 or (self.dim == 1 and self.chunk[1] * self.chunk[2] % BLOCK == 0)
 
     def decode(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values ``[matrices, rows, columns]`` of the gathered bytes."""
+        """Return the values ``[matrices, rows, columns]`` of the full weight, given the bytes of all data ranks (one
+        row per rank).
+        """
         weight, scales = split_row(rows, self)
         if self.is_one_stream:
             quantized, state = quantization_state(weight, scales, self)
@@ -95,12 +99,14 @@ class FourBitEncoding(Encoding):
         return joined.narrow(self.dim, 0, self.shape[self.dim])
 
     def marks(self) -> Mapping[str, Any]:
-        """Return the attributes that PEFT reads from bitsandbytes' own 4-bit parameters."""
+        """Return the attributes that a 4-bit parameter of bitsandbytes has and PEFT reads, for a parameter of plain
+        bytes.
+        """
         return {"quant_type": self.quant_type, "compress_statistics": self.double}
 
 
 def encode(share: Tensor, encoding: FourBitEncoding) -> Tensor:
-    """Quantize a data rank's shard to its row of bytes, ``uint8 [1, ...]``.
+    """Quantize a data rank's shard to 4 bits; return its values and scales as one row of bytes, ``uint8 [1, ...]``.
 
     ``share`` is ``[matrices, rows, columns]`` in 16 or 32 bits, and no larger than ``encoding.chunk``.
     """
@@ -145,7 +151,9 @@ def _write(row: Tensor, start: int, values: Tensor) -> None:
 
 
 def split_row(rows: Tensor, encoding: FourBitEncoding) -> tuple[Tensor, Tensor]:
-    """Return the quantized bytes and the bytes of the scales, ``[shards, ...]`` each."""
+    """Divide gathered bytes (one row per data rank) into those of the 4-bit values and those of the scales, ``[shards,
+    ...]`` each.
+    """
     plain = as_bytes(rows)
     return plain[:, : encoding.weight_bytes], plain[:, encoding.weight_bytes :]
 
@@ -153,7 +161,9 @@ def split_row(rows: Tensor, encoding: FourBitEncoding) -> tuple[Tensor, Tensor]:
 def quantization_state(
     weight: Tensor, scales: Tensor, encoding: FourBitEncoding
 ) -> tuple[Tensor, Any]:
-    """Return the quantized bytes ``[n, 1]`` and bitsandbytes' ``QuantState`` of a weight (one contiguous matrix)."""
+    """Return a weight as bitsandbytes has it: its 4-bit values as bytes ``[n, 1]``, and a ``QuantState`` with its
+    scales. The weight must be one matrix that was quantized as a single sequence of blocks.
+    """
     _, rows, columns = encoding.shape
     size = rows * columns
     state = _state(
@@ -165,7 +175,9 @@ def quantization_state(
 
 
 def read_scales(scales: Tensor, encoding: FourBitEncoding) -> Tensor:
-    """Return one float32 scale per block, ``[shards * matrices, blocks]``."""
+    """Decode the bytes of scales, which may be quantized themselves, to one float32 scale per block: ``[shards *
+    matrices, blocks]``.
+    """
     rows = scales.contiguous().view(-1, encoding.scale_bytes)
     if not encoding.double:
         return rows.view(torch.float32)
@@ -195,11 +207,11 @@ def _state(absmax: Tensor, encoding: FourBitEncoding, shape: tuple[int, int]) ->
 
 @cache  # copying the values from a list synchronizes with the device, and every product needs them
 def _code_of_4_bits(quant_type: str, device: torch.device) -> Tensor:
-    """Return bitsandbytes' values of the 4-bit codes."""
+    """Return the values that bitsandbytes assigns to the 16 codes of the 4-bit type ``quant_type``."""
     return functional().get_4bit_type(quant_type, device=device)
 
 
 @cache
 def _code(device: torch.device) -> Tensor:
-    """Return bitsandbytes' values of the 8-bit codes, in which scales are stored under double quantization."""
+    """Return the values that bitsandbytes assigns to the 256 codes of quantized scales (double quantization)."""
     return functional().create_dynamic_map().to(device)

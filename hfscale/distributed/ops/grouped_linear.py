@@ -30,9 +30,10 @@ Read = Callable[[torch.dtype], Tensor]  # returns the weight, dequantized to a d
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Compute one product per group, ``x [r, k]`` -> ``[r, n]``.
+    """Multiply each group of rows with the matrix of its group, one matrix product per group: ``x [r, k]`` -> ``[r,
+    n]`` for ``r`` rows of all groups.
 
-    ``weight`` is ``[g, n, k]``, or ``[g, k, n]`` if ``transposed``.
+    ``weight`` is ``[g, n, k]`` for ``g`` groups, or ``[g, k, n]`` if ``transposed``.
     """
 
     @staticmethod
@@ -110,7 +111,9 @@ def grouped_linear(
 
 
 def rows_of_groups(values: Tensor, counts: Sequence[int], rows: int) -> Tensor:
-    """Return ``[rows, n]``: for each row, the entry of ``values [groups, n]`` for the row's group."""
+    """Return a tensor ``[rows, n]`` that repeats each group's row of ``values [groups, n]`` for all rows of the
+    group.
+    """
     groups = torch.arange(rows, dtype=torch.int32, device=values.device)
     return values.index_select(
         0,
@@ -119,7 +122,9 @@ def rows_of_groups(values: Tensor, counts: Sequence[int], rows: int) -> Tensor:
 
 
 def _group_ends(counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return the row at which each group ends, ``[groups]``, without waiting for the device."""
+    """Return, for each group, the index after its last row, as a tensor ``[groups]`` on ``device``; the CPU does not
+    wait for the copy.
+    """
     ends = torch.tensor(
         list(accumulate(counts)), dtype=torch.int32, pin_memory=is_accelerator(device)
     )
@@ -136,9 +141,8 @@ def _has_kernel(x: Tensor, weight: Tensor) -> bool:
 
 
 def kernel_takes(x: Tensor, weight: Tensor) -> bool:
-    """Return whether torch's grouped product supports these operands, in the forward and backward pass.
-
-    Rows must begin at multiples of 16 bytes.
+    """Return whether torch's grouped matrix product supports ``x`` and ``weight``, in the forward and backward pass:
+    both must be contiguous, in bfloat16, and their rows must be multiples of 16 bytes.
     """
     sizes = (x.shape[1], *weight.shape[1:])
     return (
@@ -187,11 +191,12 @@ def frozen_linear(
     read: Read,
     by_values: bool = False,
 ) -> Tensor:
-    """Return ``product(x, bias)``, the product with a frozen weight ``[out, in]``.
+    """Return ``product(x, bias)``, which multiplies ``x`` with a frozen weight ``[out, in]`` that autograd does not
+    save.
 
-    The backward pass calls ``read`` with a dtype to get the weight again. With ``by_values``, ``product`` equals the
-    product with the result of ``read``; in a checkpointed layer, autograd then saves that result, so that the repeated
-    forward pass and the backward pass share it.
+    The backward pass calls ``read`` with a dtype to get the weight again. ``by_values`` says that ``product``
+    multiplies with exactly the result of ``read``. In a checkpointed layer, that result is then saved after all, so
+    that the repeated forward pass and the backward pass call ``read`` once.
     """
     # A bias that trains has a gradient in its own dtype.
     trains = bias is not None and bias.requires_grad
@@ -208,7 +213,9 @@ def frozen_grouped_linear(
     *,
     transposed: bool = False,
 ) -> Tensor:
-    """Compute :func:`grouped_linear` with a frozen weight; both passes call ``read`` to get the weight in a dtype."""
+    """Compute :func:`grouped_linear` with a frozen weight, which autograd does not save: the forward and the backward
+    pass each call ``read`` to get the weight in the dtype of the product.
+    """
 
     def product(x: Tensor, turned: bool) -> Tensor:
         return grouped_linear(x, read(x.dtype), None, counts, transposed=turned)

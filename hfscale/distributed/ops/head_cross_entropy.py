@@ -1,6 +1,6 @@
 """Compute head and cross entropy in one operator, chunk by chunk, so that the logits of all rows never exist at once.
 
-::
+A row is one token position: a hidden state of size ``h``, or its ``V`` logits, sharded over ``t`` tensor ranks::
 
     rows with a target --> chunk --> head --> logits [n, V/t] --> loss terms (one all-gather of [2, n] numbers)
                                                     |
@@ -46,7 +46,9 @@ _CHUNKS = 4
 
 
 class HeadRows:
-    """Run a head on rows, forward and backward, for :func:`hfscale.distributed.ops.head_cross_entropy`."""
+    """Base class that runs the language model's head on a chunk of rows, forward and backward, for
+    :func:`hfscale.distributed.ops.head_cross_entropy`.
+    """
 
     reusable = False  # whether the gradient may be written into the memory of the last logits
 
@@ -87,7 +89,8 @@ class HeadRows:
 class LinearRows(HeadRows):
     """Run a plain ``nn.Linear`` head by matrix products.
 
-    ``reusable`` must be false if ``finish`` saves its result for its own gradient.
+    ``reusable`` allows the gradient to overwrite the logits; it must be false if ``finish``, the model's pointwise
+    operations on the logits, saves its result for its own gradient.
     """
 
     def __init__(
@@ -168,7 +171,9 @@ class AnyRows(HeadRows):
 
 
 class _Sum:
-    """Sum the gradient of one parameter in float32 or float64: a 16-bit sum would be rounded after each chunk."""
+    """Sum the gradient of one head parameter over chunks of rows, in float32 or float64: a 16-bit sum would be rounded
+    after each chunk.
+    """
 
     def __init__(self, parameter: Tensor) -> None:
         self.parameter = parameter
@@ -218,7 +223,7 @@ class _Sum:
 
 
 class _WithGradients(torch.autograd.Function):
-    """Return a loss whose gradients were computed in the forward pass."""
+    """Autograd function whose backward pass only multiplies gradients that were computed in the forward pass."""
 
     @staticmethod
     def forward(
@@ -255,7 +260,7 @@ def _loss_and_gradients(
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
     """Return the loss, its gradient by ``hidden``, and its gradients by the head's parameters.
 
-    The gradients are multiplied by ``expected``.
+    The gradients are those of the loss times ``expected`` (a loss scale, so that 16-bit gradients do not underflow).
     """
     # The rows with a target are equal on all tensor ranks, and so are the chunks.
     valid = targets != ignore_index
@@ -292,9 +297,8 @@ def _loss_and_gradients(
 
 @contextmanager
 def each_gradient_once() -> Iterator[None]:
-    """Declare that no loss has two backward passes inside the ``with`` block.
-
-    The backward pass then may overwrite the saved gradients.
+    """Declare that no loss has two backward passes inside the ``with`` block, so that the backward pass may overwrite
+    the saved gradients.
     """
     _once.append(True)
     try:
@@ -304,7 +308,9 @@ def each_gradient_once() -> Iterator[None]:
 
 
 def _times(saved: Tensor | None, factor: Tensor) -> Tensor | None:
-    """Return ``saved * factor``, computed in place if no second backward pass will read the saved tensor."""
+    """Return ``saved * factor``: the gradient of the loss times a saved gradient. It is computed in place unless a
+    second backward pass will read the saved tensor.
+    """
     if saved is None:
         return None
     # Unless the graph is kept for a second backward pass through this node, autograd frees the saved tensors right
