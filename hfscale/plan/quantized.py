@@ -113,8 +113,7 @@ class QuantizedPlan:
 
     @property
     def by_bitsandbytes(self) -> bool:
-        """Return whether the weights are quantized in bitsandbytes' modules, which PEFT and inference engines support.
-        """
+        """Return whether the weights are quantized in bitsandbytes' modules, which PEFT and inference engines read."""
         return not self.as_stored
 
     @property
