@@ -183,8 +183,7 @@ class StockCode(Part):
         self._looks = True
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Install the checks for stock code. They must be installed last, because they record the model as it then is.
-        """
+        """Install the checks for stock code. They must be installed last, because they record the model as it is."""
         model = runtime.model
         layout = runtime.mesh.layout
         refuse_changes(model, layout)
