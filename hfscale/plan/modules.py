@@ -1,4 +1,4 @@
-"""Define the parts of a plan that describe modules of a model: tensor-parallel attention and MLP modules, layers with
+"""Define the entries of a plan that describe a model's modules: tensor-parallel attention and MLP modules, layers with
 sequence parallelism, MoE layers, and parameters of adapters.
 """
 
@@ -64,7 +64,7 @@ class SequencePlan:
 
 @dataclass(frozen=True)
 class ExpertsPlan:
-    """Describe the experts of one MoE layer."""
+    """Describe the experts of one MoE layer in a plan: the module that holds them, and their number."""
 
     name: str  # the module that holds the experts
     count: int  # number of experts, over all ranks
@@ -73,7 +73,7 @@ class ExpertsPlan:
 
 @dataclass(frozen=True)
 class AdapterParameter:
-    """Describe one parameter of an adapter in the full model."""
+    """Describe one parameter of a PEFT adapter in a plan: its full shape, and the stock parameter that it adapts."""
 
     name: str  # name in the model with adapters
     shape: tuple[int, ...]  # the global shape

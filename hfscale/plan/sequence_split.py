@@ -58,7 +58,7 @@ class Split:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """The number of tokens of every rank."""
+        """The number of tokens that each rank holds, by rank."""
         return [self.length(rank) for rank in range(self.size)]
 
     # Indices are computed on the device on which they are used, since a copy from the host would wait for the device.
@@ -105,7 +105,9 @@ class Split:
 
 
 def heads_fit(heads: int, key_heads: int, size: int) -> bool:
-    """Return whether ``size`` divides the number of query heads, and divides or is a multiple of ``key_heads``."""
+    """Return whether attention heads can be sharded over ``size`` ranks: whether ``size`` divides the number of query
+    heads, and divides or is a multiple of the number of key heads.
+    """
     return heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
 
 

@@ -38,7 +38,7 @@ class Loan:
 
     @property
     def name(self) -> str:
-        """The full name of the module in the model."""
+        """The full name of the module in the model, including the name of the layer that holds it."""
         return ".".join(filter(None, (self.lender, self.owner, self.child)))
 
 
@@ -48,12 +48,13 @@ def balance(
     first: int = 0,
     last: int = 0,
 ) -> tuple[int, ...]:
-    """Return the number of layers of each stage, at least 1, such that the cost of the largest stage is minimal.
+    """Return the number of layers of each pipeline stage, at least 1, such that the cost of the costliest stage is
+    minimal.
 
     The speed of a pipeline is that of its slowest stage (Huang et al. 2019, GPipe; Narayanan et al. 2019, PipeDream),
-    so only the largest stage matters. Of several optima, the one with the most even numbers of layers is returned. If
-    there are still several, the one with fewest layers in the first stages is returned, because a schedule keeps the
-    activations of most microbatches there.
+    so only the costliest stage matters. Of several optima, the one with the most even numbers of layers is returned. If
+    several remain, the one with the fewest layers in the first stages is returned, because a schedule keeps the
+    activations of most microbatches on these stages.
 
     Args:
         work: the cost of each layer, in any unit.
@@ -247,7 +248,7 @@ class StagePlan:
         return max(self.work) * len(self.work) / max(1, sum(self.work))
 
     def of_rank(self, rank: int) -> tuple[Stage, ...]:
-        """Return the stages of one rank, in the order of the model."""
+        """Return the pipeline stages that ``rank`` holds, in the order of the model."""
         return tuple(stage for stage in self.stages if stage.rank == rank)
 
     def stage_of(self, name: str) -> int:

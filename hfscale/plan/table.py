@@ -128,7 +128,9 @@ def _json_fields(data: BlockPlan | Cut) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Plan(PlanContents):
-    """Hold the plan of a model under a layout: see :class:`.contents.PlanContents`. ``print(plan)`` shows a table."""
+    """Describe how a model is distributed over ranks under a layout; ``print(plan)`` shows a table. See
+    :class:`.contents.PlanContents` for the fields.
+    """
 
     def __str__(self) -> str:
         return render(self)

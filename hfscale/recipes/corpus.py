@@ -75,7 +75,7 @@ def read(data: DataRecipe) -> tuple[list[Document], list[Document]]:
 
 
 def read_documents(data: DataRecipe) -> Iterator[Document]:
-    """Yield the documents of ``data.source``, in a fixed order."""
+    """Yield all documents of the recipe's data source (a directory, a file, a Hub data set, ...), in a fixed order."""
     path = Path(data.source)
     if data.source == "stdlib":
         for name, text in _standard_library():
@@ -179,7 +179,7 @@ def _document(
 
 
 def needed_columns(data: DataRecipe) -> dict[str, str]:
-    """Map the recipe's keys that ``data.format`` reads (``text_column``, ...) to the columns that they name."""
+    """Map the recipe's keys that name a column that ``data.format`` needs (``text_column``, ...) to these names."""
     if data.images_column is not None:
         return {"messages_column": data.messages_column, "images_column": data.images_column}
     return {field: getattr(data, field) for field in FORMATS[data.format]}

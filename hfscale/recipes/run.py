@@ -136,8 +136,8 @@ def options_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def load(recipe: AnyRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, Any]:
-    """Return the sharded model and its tokenizer or processor. A model to pretrain has random weights and
-    no tokenizer.
+    """Build the sharded model of a recipe, and load its tokenizer or processor. A model to pretrain gets random
+    weights, and ``None`` as its tokenizer.
     """
     built: dict[str, Any] = {
         "parallel": layout,
@@ -204,7 +204,9 @@ def config_of(recipe: PretrainRecipe) -> PreTrainedConfig:
 
 
 def adapter_of(recipe: FinetuneRecipe) -> Any:
-    """Return a PEFT config, or the path of a saved adapter; ``None`` if all parameters train."""
+    """Return the PEFT config of the adapter that the recipe describes, or the path of the saved adapter that it
+    continues; ``None`` if all parameters train.
+    """
     if not recipe.adapter or "path" in recipe.adapter:
         return recipe.adapter.get("path")
     fields = {name: value for name, value in recipe.adapter.items() if name != "method"}

@@ -82,7 +82,9 @@ class RunLog(TrainerCallback):
                 stream.write(json.dumps(record) + "\n")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Write all metrics so far as a CSV table: one row per step, one column per metric."""
+        """Write all metrics so far to ``metrics.csv``, if the recipe asks for it: one row per step, one column per
+        metric.
+        """
         if not is_main() or not self._csv:
             return
         rows: dict[int, dict[str, Any]] = {}
@@ -115,7 +117,7 @@ class Profile(TrainerCallback):
         )
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Start the profiler."""
+        """Start the profiler at the beginning of training."""
         self._profiler.start()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -132,7 +134,7 @@ class Profile(TrainerCallback):
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse trackers that are unknown or not installed, before anything is loaded."""
+    """Raise :class:`RecipeError` if an experiment tracker (``tensorboard``, ...) is unknown or not installed."""
     known = sorted([*INTEGRATION_TO_CALLBACK, "csv"])
     there = [*get_available_reporting_integrations(), "csv"]
     for name in names:

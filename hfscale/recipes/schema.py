@@ -42,7 +42,7 @@ class RecipeError(HFScaleError):
 
 @dataclass
 class DataRecipe:
-    """Describe the data to train on."""
+    """Describe the data to train on: its source, format and columns, and how it is divided into sequences."""
 
     # ``stdlib`` (the source of the running Python's standard library), ``stdlib-docs`` (questions about its functions,
     # answered by their docstrings: chat, completion or pairs), a text file (documents are separated by blank lines), a
@@ -116,7 +116,7 @@ class DataRecipe:
 
 @dataclass
 class TrainingRecipe:
-    """Describe how to train."""
+    """Describe how to train: steps, batch sizes, learning rate, precision, optimizer, evaluation and saved states."""
 
     steps: int = field(default=100, metadata=COUNT)  # optimizer steps
     # Sequences in one optimizer step, over all ranks.
@@ -211,7 +211,7 @@ class Recipe(OptionSections):
 
     @property
     def directory(self) -> Path:
-        """The directory of this run's results."""
+        """The directory to which this run writes its results: ``runs/NAME``."""
         return Path("runs") / self.name
 
     @property

@@ -243,9 +243,9 @@ def scored(
     batch: Batch | Sequence[Batch],
     read: Callable[[Any, VocabularySlice], dict[str, Tensor]],
 ) -> list[Mapping[str, Tensor]]:
-    """Run a model's forward pass up to its head on a step's batches, and call ``read`` on the logits of each
-    microbatch. These logits are lazy: they are computed only when, and as far as, ``read`` uses them. Return the
-    tensors that ``read`` returned, one mapping per batch, on all of the model's ranks.
+    """Run a model's forward pass up to its head on the batches of a step, and call ``read`` on the logits of each
+    microbatch. The logits are lazy: only those that ``read`` uses are computed. Return the tensors that ``read``
+    returned, one mapping per batch, on all of the model's ranks.
     """
     kept, loss = KeptOutputs(runtime), loss_over_vocabulary(runtime)
     microbatches, count = prepare(runtime, batch, train=False)
@@ -262,7 +262,7 @@ def scored(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch a model to evaluation mode inside the ``with`` block."""
+    """Switch a model to evaluation mode inside the ``with`` block, and restore each module's mode afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

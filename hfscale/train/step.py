@@ -284,7 +284,7 @@ def _objective(
 
 
 def batch_rank(model: nn.Module) -> int:
-    """Return the index of the distinct batch that this rank gets: ``0 <= batch_rank < batch_world``."""
+    """Return which of the distinct batches of a step this rank gets, as an index: ``0 <= batch_rank < batch_world``."""
     return runtime_of(model).mesh.batch_rank
 
 

@@ -49,7 +49,7 @@ class StepTimes(Part):
         self._found: dict[str, float] = {}
 
     def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether there are several ranks."""
+        """Return whether there are several ranks to compare."""
         return runtime.mesh.layout.total_size > 1
 
     @contextmanager

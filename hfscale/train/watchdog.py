@@ -67,7 +67,9 @@ def watchdog(
 
 
 def watch_by_default(mesh: Mesh) -> None:
-    """Start a watchdog that only reports, if a launcher started the ranks and no watchdog runs yet."""
+    """Start a watchdog that reports long waits but ends no process, if a launcher started the ranks and no watchdog
+    runs yet.
+    """
     if mesh.control is not None and not _running and is_wanted():
         _running.append(_Watchdog(mesh, PATIENCE, end=False))
 

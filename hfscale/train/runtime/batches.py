@@ -332,7 +332,9 @@ def _different(ranks: list[_Shared], names: list[int]) -> str:
 
 
 def to_device(batches: Sequence[Microbatch], device: torch.device) -> list[Microbatch]:
-    """Return the microbatches on ``device``; CPU tensors without gradients are copied in one buffer, non-blocking."""
+    """Copy the microbatches to ``device``. CPU tensors without gradients are copied together in one buffer,
+    non-blocking.
+    """
     moved = [batch.like(batch) for batch in batches]
     away = device.type != "cpu"
     together: dict[

@@ -272,7 +272,7 @@ class ContextAxis:
     """
 
     def shard_batch(self, batch: Microbatch) -> Microbatch:
-        """Return this rank's shard of the sequences in ``batch``."""
+        """Return the batch with this rank's tokens only, of sequences that are sharded over context ranks."""
         return batch
 
     def gather_tokens(self, batch: Microbatch, own: Tensor) -> Tensor:
@@ -431,7 +431,7 @@ class Runtime:
             yield names.get(name, name), name, buffer
 
     def attach(self) -> None:
-        """Set this runtime as an attribute of the model, where :func:`find_runtime` finds it."""
+        """Attach this runtime to the model, as an attribute by which :func:`find_runtime` finds it."""
         setattr(self.model, _ATTRIBUTE, self)
         self._live.by_name()  # record stock names now, before stock code changes modules
 
@@ -554,7 +554,7 @@ class Runtime:
         self.plan = with_latecomers(self._planned, live)
 
     def forget_parameters(self) -> None:
-        """Drop all references to parameters, called when `take_apart` undoes the sharding of the model."""
+        """Drop all references to the model's parameters, since the sharding of the model was undone (`take_apart`)."""
         self._live.forget()
 
     @property
