@@ -113,7 +113,7 @@ class QuantizedPlan:
 
     @property
     def by_bitsandbytes(self) -> bool:
-        """Return whether the weights are quantized in bitsandbytes' modules, which PEFT and inference engines read."""
+        """Return whether bitsandbytes' modules hold the weights; PEFT and inference engines support these modules."""
         return not self.as_stored
 
     @property

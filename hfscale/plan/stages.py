@@ -285,7 +285,7 @@ class StagePlan:
 
 
 def _extent(stage: Stage) -> str:
-    """Return a text with the names of a stage's modules and its range of layers: ``model.embed_tokens,
+    """Return the names of a stage's modules and its range of layers as a text: ``model.embed_tokens,
     model.layers.0-4``.
     """
     lists: dict[str, list[str]] = {}

@@ -96,8 +96,8 @@ def _check_declared(section: str, values: Any) -> None:
 
 
 def steps_to_profile(asked: str, steps: int) -> int:
-    """Return the number of steps that the recipe's option ``profile``, given as ``asked``, requests: ``"3 steps"`` ->
-    3. Raise :class:`RecipeError` if it is more than a run of ``steps`` steps can profile.
+    """Return the number of steps to profile that the recipe's option ``profile`` asks for: ``"3 steps"`` -> 3. Raise
+    :class:`RecipeError` if ``asked`` is not a number of steps, or more than a run of ``steps`` steps can profile.
     """
     match = re.fullmatch(r"\s*(\d+)(?:\s+steps?)?\s*", asked)
     if match is None or int(match[1]) < 1:

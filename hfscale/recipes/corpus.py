@@ -179,7 +179,7 @@ def _document(
 
 
 def needed_columns(data: DataRecipe) -> dict[str, str]:
-    """Map the recipe's keys that name a column that ``data.format`` needs (``text_column``, ...) to these names."""
+    """Return the columns that ``data.format`` needs, by the recipe's key that names each (``text_column``, ...)."""
     if data.images_column is not None:
         return {"messages_column": data.messages_column, "images_column": data.images_column}
     return {field: getattr(data, field) for field in FORMATS[data.format]}

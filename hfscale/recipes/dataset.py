@@ -104,8 +104,8 @@ def prepare(
 
 
 def _baseline(data: DataRecipe, validation: Dataset) -> float:
-    """Return the loss of a trivial predictor on the validation rows, to compare the model's validation loss with: ``log
-    2`` for preference pairs, else the entropy of the classes' or the labels' frequencies.
+    """Return the loss of a trivial predictor on the validation rows, to compare the model's validation loss with. For
+    preference pairs it is ``log 2``; otherwise it is the entropy of the frequencies of classes or of labels.
     """
     if data.format == "pairs":
         return math.log(2)

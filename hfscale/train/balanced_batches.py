@@ -1,4 +1,4 @@
-"""Divide the rows of a step over data ranks and microbatches so that all ranks compute equally long."""
+"""Divide the rows of a step over data ranks and microbatches so that all ranks take about the same time."""
 
 from collections.abc import Sequence
 from numbers import Integral
@@ -25,14 +25,14 @@ def balanced_batches(
     **order: Any,
 ) -> BatchRebalanceSampler:
     """Return a ``batch_sampler`` for this rank's data loader, whose batches have different numbers of rows, so that all
-    data ranks compute equally long. Computing times are estimated from the numbers of tokens (and, for attention, of
-    pairs of tokens) of each row. A step has the same rows in every layout, so its loss, the mean over all labels, does
-    not change::
+    data ranks take about the same time. Times are estimated from the number of tokens (and, for attention, of pairs of
+    tokens) of each row. A step has the same rows in every layout, so its loss, the mean over all labels, does not
+    change::
 
-            sampler = hfscale.balanced_batches(model, lengths, batch_size=64, microbatches=4)
-            batches = iter(DataLoader(rows, batch_sampler=sampler, collate_fn=collate))
-            for step in zip(*[batches] * 4):
-                loss = hfscale.train_step(model, step)
+        sampler = hfscale.balanced_batches(model, lengths, batch_size=64, microbatches=4)
+        batches = iter(DataLoader(rows, batch_sampler=sampler, collate_fn=collate))
+        for step in zip(*[batches] * 4):
+            loss = hfscale.train_step(model, step)
 
     Args:
         lengths: the number of tokens of each row; for a packed row, a list of the lengths of its texts.

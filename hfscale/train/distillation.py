@@ -121,13 +121,12 @@ class ModelTeacher:
     def loss(
         self, batch: Batch, divisor: Tensor | float | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the distillation loss of one batch for a loop that calls ``loss.backward()`` itself. Return three
-        values.
+        """Compute the distillation loss of one batch for a loop that calls ``loss.backward()`` itself.
 
         Returns:
-            the loss: the sum of the divergences at all labels, divided by the number of labels, or by ``divisor`` if
-                given; the sum of the entropies of the student's distributions at these labels; and the number of
-                labels.
+            three values: the loss, which is the sum of the divergences at all labels, divided by the number of labels,
+                or by ``divisor`` if given; the sum of the entropies of the student's distributions at these labels; and
+                the number of labels.
         """
         device = self._student.mesh.device
         if self._student.plan.stages is not None or self._student.mesh.layout.cuts_sequences:

@@ -117,13 +117,13 @@ class BadSteps:
     """Decide whether the optimizer may step: not if the loss or the gradient norm is NaN or infinite. Count the skipped
     steps::
 
-            bad = hfscale.BadSteps(limit=10)
-            loss = hfscale.train_step(model, batch)
-            norm = hfscale.clip_grad_norm_(model, 1.0)
-            if bad.may_step(loss, norm):
-                optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+        bad = hfscale.BadSteps(limit=10)
+        loss = hfscale.train_step(model, batch)
+        norm = hfscale.clip_grad_norm_(model, 1.0)
+        if bad.may_step(loss, norm):
+            optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
 
     Loss and norm are those of the whole step and the full model, equal on every rank, so all ranks make the same
     decision without communication. The counts can be saved with :func:`hfscale.save_state`.

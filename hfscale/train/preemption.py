@@ -41,10 +41,10 @@ def preempted(model: nn.Module, *, patience: float = 20.0) -> bool:
     cannot call this function. If a process got the signal and does not call it within ``patience`` seconds, it ends
     with exit code 75. A running save is not interrupted: the seconds then count from the save's end::
 
-            for step in range(start, steps):
-                if hfscale.preempted(model):
-                    hfscale.save_state(model, f"states/step-{step}", ...)
-                    raise hfscale.Preempted
+        for step in range(start, steps):
+            if hfscale.preempted(model):
+                hfscale.save_state(model, f"states/step-{step}", ...)
+                raise hfscale.Preempted
 
     Raises:
         ConfigError: the first call is not made by the main thread; Python handles signals only there.

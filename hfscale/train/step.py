@@ -150,10 +150,10 @@ def drain(model: nn.Module) -> Iterator[Tensor]:
     updates are missing: with ``pipedream`` one less than there are pipeline ranks, with ``pipedream_2bw`` one. Take
     these updates in a loop like the training loop::
 
-            for loss in hfscale.drain(model):
-                hfscale.clip_grad_norm_(model, 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
+        for loss in hfscale.drain(model):
+            hfscale.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
 
     Yields:
         the next batch's loss, when its gradients are in ``.grad``, equally often on every rank. ``train_step`` and this
