@@ -285,9 +285,7 @@ class StagePlan:
 
 
 def _extent(stage: Stage) -> str:
-    """Return the names of a stage's modules and its range of layers as a text: ``model.embed_tokens,
-    model.layers.0-4``.
-    """
+    """Return a stage's modules and range of layers as a text: ``model.embed_tokens, model.layers.0-4``."""
     lists: dict[str, list[str]] = {}
     for layer in stage.layers:
         path, _, number = layer.rpartition(".")

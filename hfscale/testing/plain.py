@@ -1,5 +1,5 @@
-"""Compare layouts with one process for models that compute their own loss and train in a plain loop, that is, by ``loss
-= model(**batch).loss; loss.backward()``.
+"""Compare layouts with one process for models that compute their own loss, in a plain loop without ``train_step``:
+``loss = model(**batch).loss; loss.backward()``.
 
 These are models for classification, masked tokens, translation, speech and images. Such a loss is a mean over its
 batch; the loop averages over microbatches, and data ranks average over distinct batches.

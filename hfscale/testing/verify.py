@@ -303,9 +303,7 @@ def _experts_that_fit(config: PreTrainedConfig, ranks: int) -> dict[str, int]:
 
 
 def describe_pipeline(layout: ParallelConfig) -> str:
-    """Return a line about a layout's pipeline: ``zbv, 4 stages of 1, 1, 1, 1 layers on 2 pipeline ranks, 4
-    microbatches``.
-    """
+    """Describe a pipeline: ``zbv, 4 stages of 1, 1, 1, 1 layers on 2 pipeline ranks, 4 microbatches``."""
     stages = layout.pp * int(layout.virtual_stages or 1)
     layers = ", ".join(map(str, layout.stage_layers or [1] * stages))
     return (

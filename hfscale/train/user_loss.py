@@ -127,8 +127,8 @@ def token_scores(
 
     They are computed from shards of the vocabulary, a chunk of tokens at a time. Without pipeline stages, ``log_probs``
     and ``entropy`` have gradients, so a loss made of them supports ``loss.backward()`` like ``model(**batch).loss``.
-    With stages, every rank gets the statistics without gradients: to train, use ``hfscale.train_step(model, batch,
-    score_loss=...)``, which computes the same statistics on the last stage.
+    With stages, every rank gets the statistics without gradients. To train with stages, pass ``score_loss`` to
+    :func:`hfscale.train_step`, which computes the same statistics on the last stage.
 
     Args:
         batch: the keyword arguments of one forward pass; ``labels`` (or ``shift_labels``) select the tokens to score,
