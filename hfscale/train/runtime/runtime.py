@@ -140,6 +140,8 @@ class Part:
 class Executor:
     """Run the microbatches of a training or evaluation step one after another; subclasses run them through pipeline
     stages.
+
+    ``under_way`` is whether microbatches of earlier steps are still in flight.
     """
 
     under_way = False
