@@ -1,8 +1,9 @@
-"""Provide TRL's trainers in any layout: ``from hfscale.trl import SFTTrainer``, with TRL's own configs and arguments.
+"""Provide TRL's trainers for models in any layout: ``from hfscale.trl import SFTTrainer``, with TRL's own configs and
+arguments.
 
-Each is ``class SFTTrainer(hfscale.TrainerMixin, trl.SFTTrainer)``, created at its first import. A trainer of TRL that
-is not listed here can be subclassed in the same way. See :class:`hfscale.TrainerMixin` for ``parallel``, and
-docs/trainer.md.
+Each trainer is a class such as ``class SFTTrainer(hfscale.TrainerMixin, trl.SFTTrainer)``, which is created when it is
+first imported. A trainer of TRL that is not listed in ``__all__`` can be subclassed in the same way. See
+:class:`hfscale.TrainerMixin` for the argument ``parallel``, and docs/trainer.md.
 """
 
 import importlib

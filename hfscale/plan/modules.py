@@ -1,4 +1,6 @@
-"""Hold the plans of a model's modules: tensor-parallel blocks, sequence-parallel regions, MoE layers, and adapters."""
+"""Define the entries of a plan that describe a model's modules: tensor-parallel attention and MLP modules, layers with
+sequence parallelism, MoE layers, and parameters of adapters.
+"""
 
 from dataclasses import dataclass
 
@@ -7,9 +9,11 @@ import torch
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Plan a tensor-parallel block: an attention or MLP module with collectives at its input and output.
+    """Describe how one attention or MLP module is tensor-parallel: its column- and row-parallel projections, and the
+    collectives at its input and output.
 
-    Fields without a comment are those of :class:`hfscale.models.blueprint.Block`, with full module names.
+    Fields without a comment mean the same as in :class:`hfscale.models.blueprint.Block`, but name modules by their full
+    names in the model.
     """
 
     name: str
@@ -35,7 +39,9 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """Plan a stack of layers whose hidden states are sharded along the sequence. Names are full module names."""
+    """Describe a stack of layers under sequence parallelism: between their attention and MLP modules, hidden states are
+    sharded along the sequence over tensor ranks. Fields name modules by their full names in the model.
+    """
 
     owner: str  # the module that calls the layers
     # the module after which hidden states are gathered: the norm after the layers, or the owner
@@ -50,13 +56,15 @@ class SequencePlan:
 
     @property
     def alone(self) -> bool:
-        """Return whether the region is a single layer, which receives and returns all tokens, on any stage."""
+        """Return whether the stack is a single layer that shards its own input and gathers its own output. Such a layer
+        gets and returns the hidden states of all tokens, on every pipeline stage.
+        """
         return self.layers == (self.owner,)
 
 
 @dataclass(frozen=True)
 class ExpertsPlan:
-    """Describe the experts of one MoE layer."""
+    """Describe the experts of one MoE layer in a plan: the module that holds them, and their number."""
 
     name: str  # the module that holds the experts
     count: int  # number of experts, over all ranks
@@ -65,7 +73,7 @@ class ExpertsPlan:
 
 @dataclass(frozen=True)
 class AdapterParameter:
-    """Describe one parameter of an adapter in the full model."""
+    """Describe one parameter of a PEFT adapter in a plan: its full shape, and the stock parameter that it adapts."""
 
     name: str  # name in the model with adapters
     shape: tuple[int, ...]  # the global shape

@@ -1,17 +1,19 @@
-"""Hold the plan of one parameter under a layout: its cuts, and the reductions of its gradient between the backward pass
-and the optimizer.
+"""Define the plan of one parameter under a layout: how it is sharded over mesh axes, and the collectives that reduce
+its gradient between the backward pass and the optimizer's step.
 
-::
+The kinds of reductions, which run over the ranks of one mesh ``axis``::
 
-    kind              which ranks                                             reduction
-    sum               ranks of ``axis`` hold the same parameter, each with    all-reduce over ``axis``
-                      a partial gradient (from its heads or tokens)
-    sum-stages        pipeline ``stages`` hold one tied tensor, each with     all-reduce over their ranks
-                      the gradient of its own use
-    sum-replicas      ``replicas`` consecutive ranks of ``axis`` hold the     all-reduce over these ranks
-                      same heads, each with the gradient of its queries
-    reduce-scatter    ranks of ``axis`` have different batches and shards     reduce-scatter over ``axis``
-    all-reduce        ranks of ``axis`` have different batches                all-reduce over ``axis``
+    kind              when                                                      collective
+    sum               all ranks hold the same parameter, each with a partial    all-reduce over all ranks
+                      gradient (from the heads or tokens of the rank)
+    sum-stages        several pipeline stages hold one tied tensor, each        all-reduce over the ranks of these
+                      with the gradient of the tensor's use on this stage       stages
+    sum-replicas      several consecutive ranks hold the same key/value heads,  all-reduce over these ranks
+                      each with the gradient from the queries of the rank
+    reduce-scatter    data ranks have different batches, and each holds a       reduce-scatter over all ranks
+                      shard of the parameter
+    all-reduce        data ranks have different batches, and each holds the     all-reduce over all ranks
+                      same shard of the parameter
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +32,7 @@ MODEL_AXES = ("ep", "tp")  # the axes whose cuts change the shapes of a model's 
 
 @dataclass(frozen=True)
 class Reduction:
-    """Describe one reduction of a gradient. Its ``str`` is the text in the printed plan."""
+    """Describe one collective that reduces a parameter's gradient. ``str()`` returns its text in the printed plan."""
 
     kind: Kind  # see the table in the module's docstring
     axis: str  # the mesh axis whose ranks take part
@@ -46,8 +48,11 @@ class Reduction:
 
 
 def data_axes(spread: bool) -> tuple[str, str]:
-    """Return the replicating and the sharding data axis of a parameter. ``spread``: the parameter belongs to experts
-    that are sharded over the expert axis, so it has fewer data ranks.
+    """Return the names of the mesh axes over which a parameter is replicated and sharded among data ranks:
+    ``("dp_replicate", "dp_shard")``, or with ``spread`` ``("edp_replicate", "edp_shard")``.
+
+    ``spread`` means that the parameter belongs to experts that are sharded over the expert axis; ranks of this axis
+    hold different experts, so the parameter has fewer data ranks than others.
     """
     return ("edp_replicate", "edp_shard") if spread else ("dp_replicate", "dp_shard")
 
@@ -58,11 +63,11 @@ def reductions_of(
     partial: Sequence[str] = (),
     stages: Sequence[int] = (),
 ) -> tuple[Reduction, ...]:
-    """Return all reductions of a parameter's gradient, in order.
+    """Return the reductions of a parameter's gradient, in the order in which they run.
 
     Args:
-        cuts: the parameter's cuts.
-        partial: the axes over which the parameter's gradient is partial.
+        cuts: how the parameter is sharded, one entry per mesh axis.
+        partial: the mesh axes whose ranks each hold only one term of the gradient's sum.
         stages: the pipeline stages that hold the parameter, if several stages hold it as a tied tensor.
     """
 
@@ -85,20 +90,25 @@ def reductions_of(
 
 
 def data_cut(layout: ParallelConfig, spread: bool = False, dim: int = 0) -> list[Cut]:
-    """Return the cut of a parameter over the sharding data axis in a list; an empty list if the axis has one rank."""
+    """Return a list that describes how dim ``dim`` of a parameter is sharded over data ranks (``dp_shard``, or
+    ``edp_shard`` with ``spread``, for experts that are sharded over expert ranks). The list is empty if the axis has
+    one rank.
+    """
     _, axis = data_axes(spread)
     size = layout.size(axis)
     return [Cut(axis, dim, size)] if size > 1 else []
 
 
 def join_path(block: str, child: str) -> str:
-    """Return the name of ``child`` inside ``block``; the empty child is the block itself."""
+    """Return the full name of a submodule: ``block`` and ``child`` joined by a dot; ``block`` if ``child`` is empty."""
     return f"{block}.{child}" if child else block
 
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """Hold the plan of one parameter: its stage, its cuts, and the reductions of its gradient."""
+    """Describe one parameter of a model under a layout: its pipeline stage, how it is sharded, and the reductions of
+    its gradient.
+    """
 
     name: str  # name in the stock model
     shape: tuple[int, ...]  # global shape
@@ -116,20 +126,22 @@ class ParameterPlan:
 
     @cached_property
     def partial(self) -> tuple[str, ...]:
-        """The axes over which each rank holds a partial gradient, which must be summed."""
+        """The mesh axes whose ranks each hold only one term of the parameter's gradient; the terms must be summed."""
         return tuple(step.axis for step in self.reductions if step.kind == "sum")
 
     @property
     def replicas(self) -> int:
-        """The number of consecutive ranks that hold the same shard; with several parts, the largest such number."""
+        """The number of consecutive ranks that hold the same shard of the parameter. If matrices of a fused weight have
+        different numbers, it is the largest.
+        """
         return max((cut.most_replicas for cut in self.cuts), default=1)
 
     def counted(self, ranks: dict[str, int]) -> tuple[int, list[tuple[int, int]]] | None:
-        """Return the entries of its local shard that the rank at ``ranks`` counts, so that each entry is counted once.
+        """Return which entries of its shard the rank at coordinates ``ranks`` (axis -> rank) contributes to a sum over
+        ranks, such as a norm, so that replicated entries are not summed twice.
 
-        A rank counts the entries that no lower rank holds too.
-
-        The result is a dim and spans ``(start, stop)`` along this dim, or ``None`` if the rank counts all its entries.
+        These are the entries that no rank with a lower index on the sharding axis also holds. They are returned as a
+        dim of the shard and spans ``(start, stop)`` along this dim; ``None`` stands for all entries of the shard.
         """
         replicated = next(
             (index for index, cut in enumerate(self.cuts) if cut.most_replicas > 1), None
@@ -150,20 +162,24 @@ class ParameterPlan:
 
     @property
     def model_cuts(self) -> tuple[Cut, ...]:
-        """The cuts over the expert and tensor axes, which change the parameter's shape in the model."""
+        """How the parameter is sharded over the expert and tensor axes, in order; this determines its shape inside the
+        model during the forward pass.
+        """
         return tuple(cut for cut in self.cuts if cut.axis in MODEL_AXES)
 
     @property
     def data_cuts(self) -> tuple[Cut, ...]:
-        """The cuts over the data axes, which come after all other cuts."""
+        """How the parameter is sharded over data axes (FSDP), which is applied after all other sharding."""
         return tuple(cut for cut in self.cuts if cut.axis not in MODEL_AXES)
 
     def model_shape(self, ranks: dict[str, int]) -> tuple[int, ...]:
-        """Return the parameter's shape in the model on the rank at ``ranks``: all cuts except those over data axes."""
+        """Return the parameter's shape in a forward pass on the rank at coordinates ``ranks`` (axis -> rank): the shape
+        after sharding over expert and tensor ranks, but not over data ranks.
+        """
         return cut_shape(self.shape, self.model_cuts, ranks)
 
     def cut_over(self, axis: str) -> Cut | None:
-        """Return the parameter's cut over ``axis``; ``None`` if it has no such cut."""
+        """Return how the parameter is sharded over mesh axis ``axis``; ``None`` if it is not sharded over this axis."""
         return next((cut for cut in self.cuts if cut.axis == axis), None)
 
     def take(
@@ -172,8 +188,8 @@ class ParameterPlan:
         ranks: dict[str, int],
         axes: tuple[str, ...] | None = None,
     ) -> torch.Tensor:
-        """Return the shard of a full tensor on the rank at ``ranks``, by all cuts, or only by the cuts over
-        ``axes``.
+        """Slice the full ``tensor`` of this parameter to the shard of the rank at coordinates ``ranks`` (axis -> rank).
+        With ``axes``, shard it only over these mesh axes.
         """
         for cut in self.cuts:
             if axes is None or cut.axis in axes:

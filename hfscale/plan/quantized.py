@@ -1,13 +1,14 @@
-"""Hold the plan of quantized weights, and check whether the shards of a weight, or of an 8-bit optimizer's state, have
-the same quantization blocks as the full tensor.
+"""Define the plan of quantized weights, and check whether a tensor's shards are quantized in the same blocks as the
+full tensor: shards of quantized weights, and of the states of 8-bit optimizers.
 
 A 4-bit weight is quantized in blocks of 64 consecutive values of the matrix in row-major order, each with its own scale
 (QLoRA, Dettmers et al. 2023). An 8-bit weight has one scale per row (LLM.int8(), Dettmers et al. 2022). A rank
-quantizes its shard as a separate matrix. If every block of the shard is a block of the full matrix, the result is the
-same to the last bit. If a shard ends inside a block, scales differ::
+quantizes its shard as a separate matrix. If every block of the shard is also a block of the full matrix, the rank's
+values equal those of the quantized full matrix bit by bit. If a shard ends inside a block of the full matrix, the
+shard's blocks have other values, and other scales::
 
-    row of 128 values on two ranks     |---- block 0 ----|---- block 1 ----|     aligned: 64 | 64
-    row of 96 values on two ranks      |---- block 0 -----|-- block 1 ...        48 | 48: the blocks differ
+    row of 128 values on two ranks     blocks 0-63 and 64-127; ranks hold 0-63 and 64-127: the blocks are equal
+    row of 96 values on two ranks      a block is 0-63; ranks hold 0-47 and 48-95: the blocks differ
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,16 +30,18 @@ _OUTER_CODE = 4 * 256
 
 @cache
 def flat_blocks_align(planned: ParameterPlan, block: int) -> bool:
-    """Return whether each rank's shard consists of whole blocks of ``block`` consecutive entries of the flattened
-    tensor. The tensor's last block may be shorter. The result may be ``False`` although blocks align, if runs of
-    consecutive entries of a shard continue in the next row.
+    """Return whether the shard of every rank consists of whole blocks of the full tensor, where a block is ``block``
+    consecutive entries of the flattened tensor; only the tensor's last block may be shorter.
 
-    8-bit optimizers quantize a state in such blocks, each with its own scale (Dettmers et al. 2022). The update of a
-    shard equals the update of the full tensor if every block of the full tensor is on one rank, contiguous, and begins
+    8-bit optimizers quantize a parameter's state in such blocks, each with its own scale (Dettmers et al. 2022). A
+    shard is updated like the full tensor only if every block of the full tensor is contiguous on one rank, and begins
     at a block boundary of the flattened shard::
 
         [4, 512] sharded along dim 1 over 2, blocks of 256  row 0: | block 0: rank 0 | block 1: rank 1 |
                                                             row 1: | block 2: rank 0 | block 3: rank 1 | ...
+
+    The check is conservative: it may return ``False`` for a shard of whole blocks, if a block of the shard continues in
+    the shard's next row.
     """
     return all(
         runs_align(planned.shape, share_spans(planned.shape, planned.cuts, ranks), block)
@@ -48,7 +51,7 @@ def flat_blocks_align(planned: ParameterPlan, block: int) -> bool:
 
 @cache
 def some_share_is_empty(planned: ParameterPlan) -> bool:
-    """Return whether some rank holds no entries of the parameter."""
+    """Return whether the parameter's shard on some rank is empty."""
     return any(
         prod(cut_shape(planned.shape, planned.cuts, ranks)) == 0
         for ranks in coordinates(planned.cuts)
@@ -56,14 +59,16 @@ def some_share_is_empty(planned: ParameterPlan) -> bool:
 
 
 def coordinates(cuts: Sequence[Cut]) -> Iterator[dict[str, int]]:
-    """Yield the coordinates (axis -> rank) of every shard of a parameter with ``cuts``."""
+    """Yield the coordinates (axis -> rank) of every shard of a parameter that is sharded as ``cuts`` describe, one
+    entry per mesh axis.
+    """
     for ranks in product(*(range(cut.size) for cut in cuts)):
         yield {cut.axis: rank for cut, rank in zip(cuts, ranks, strict=True)}
 
 
 def runs_align(shape: Sequence[int], spans: Sequence[Spans], block: int) -> bool:
-    """Return whether a shard, ``spans`` per dim of the full tensor, consists of whole blocks of the flattened
-    tensor.
+    """Return whether a shard consists of whole blocks of the flattened full tensor, each of ``block`` consecutive
+    entries. ``spans`` holds, for each dim of the full tensor of shape ``shape``, the intervals of indices in the shard.
     """
     if not all(spans):
         return True  # an empty shard has no block
@@ -88,7 +93,7 @@ def runs_align(shape: Sequence[int], spans: Sequence[Spans], block: int) -> bool
 
 @dataclass(frozen=True)
 class QuantizedPlan:
-    """Hold the plan of the weights that are quantized."""
+    """Describe the quantized weights of a model: which parameters they are, and their quantization format."""
 
     bits: int  # 4 or 8
     kind: str  # ``nf4``, ``fp4`` or ``int8``
@@ -103,21 +108,23 @@ class QuantizedPlan:
 
     @property
     def as_stored(self) -> bool:
-        """Return whether weights stay in the bytes that the checkpoint stores."""
+        """Return whether the model holds the weights in the quantized bytes that the checkpoint stores, such as fp8."""
         return self.size > 0
 
     @property
     def by_bitsandbytes(self) -> bool:
-        """Return whether the weights are in bitsandbytes' modules, which PEFT and inference engines support."""
+        """Return whether bitsandbytes' modules hold the weights; PEFT and inference engines support these modules."""
         return not self.as_stored
 
     @property
     def described(self) -> str:
-        """How the weights are held, in words: ``in 4 bits``, or ``held as stored (fp8)``."""
+        """The quantization format in words: ``in 4 bits``, or ``held as stored (fp8)``."""
         return f"held as stored ({self.kind})" if self.as_stored else f"in {self.bits} bits"
 
     def lines(self, by_name: Mapping[str, ParameterPlan]) -> list[str]:
-        """Return lines about the weights: how they are held, and how their arithmetic can differ from one process."""
+        """Return lines for the printed plan about the quantized weights: their format, and why results on shards may
+        differ from those in one process. ``by_name`` maps names to the plans of all parameters.
+        """
         weights = [by_name[name] for name in self.weights]
         if self.as_stored:
             size = f"{self.size:.3g} bytes of a value"
@@ -142,9 +149,9 @@ class QuantizedPlan:
         return lines
 
     def bytes_of(self, name: str, local: Sequence[int], sharded: bool) -> int:
-        """Return the bytes of a rank's shard of a weight, scales included; ``local`` is the shape of the shard.
-
-        If weights are ``sharded`` over data-parallel ranks, hfscale packs rows of equal size.
+        """Return the bytes of a rank's shard of the weight ``name``, scales included; ``local`` is the shape of the
+        shard. With ``sharded`` (the weight is sharded over data ranks), every 4-bit matrix takes whole blocks of 64
+        values.
         """
         matrices = prod(local[:-2])
         values = prod(local[-2:])
@@ -160,8 +167,8 @@ class QuantizedPlan:
         return ceil(values / 2) + (outer if self.double else 4 * blocks) + _CODE
 
     def aligned(self, planned: ParameterPlan) -> bool:
-        """Return whether quantizing every rank's shard of a weight gives the same result as in one process, except for
-        double quantization.
+        """Return whether the shards of a weight, each quantized on its own rank, hold the same values as the weight
+        quantized in one process. Differences due to double quantization are not considered.
         """
         return matrix_blocks_align(
             planned.shape, planned.cuts, self.bits, planned.name in self.transposed
@@ -175,11 +182,14 @@ def matrix_blocks_align(
     bits: int = 4,
     transposed: bool = False,
 ) -> bool:
-    """Return whether the blocks of every rank's shard are blocks of the full matrix. A block has 64 values in 4 bits,
-    and is a full row in 8 bits.
+    """Return whether every quantization block of each rank's shard is also a block of the full matrix. A block has 64
+    consecutive values in 4 bits, and is a full row in 8 bits.
 
     Args:
-        shape: ``[rows, columns]``, or ``[matrices, rows, columns]`` of experts, each matrix quantized by itself.
+        shape: ``[rows, columns]`` of the full matrix, or ``[matrices, rows, columns]`` of experts, whose matrices are
+            quantized one by one.
+        cuts: how the weight is sharded, one entry per mesh axis.
+        bits: 4 or 8.
         transposed: the matrix is quantized as ``[columns, rows]``.
     """
     *_, rows, columns = range(len(shape))
@@ -198,7 +208,9 @@ def matrix_blocks_align(
 
 
 def bytes_of_scales(blocks: int, double: bool) -> int:
-    """Return the bytes of the scales of a 4-bit matrix, a multiple of 4. There is a float per block of values; with
-    ``double`` quantization a byte per block of values, a float per 256 scales, and a float for the mean of scales.
+    """Return the bytes of the scales of a 4-bit matrix of ``blocks`` blocks, a multiple of 4.
+
+    Without double quantization, every block has a scale of 4 bytes. With ``double``, every block has a scale of one
+    byte, every 256 scales share a further scale of 4 bytes, and the mean of the scales takes 4 bytes.
     """
     return 4 * (ceil(blocks / OUTER_BLOCK) + 1 + ceil(blocks / 4)) if double else 4 * blocks

@@ -1,4 +1,4 @@
-"""Assign the tokens of a batch's sequences to context ranks: pure arithmetic."""
+"""Compute which tokens of a batch's sequences each context rank processes; only indices, no communication."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Split:
         )
 
     def pieces(self, rank: int) -> tuple[Interval, ...]:
-        """Return the intervals of tokens of ``rank``, in order."""
+        """Return the intervals ``(start, stop)`` of token positions that ``rank`` holds, in ascending order."""
         if self.size == 1:
             return ((0, self.total),)
         ends = self._ends
@@ -53,12 +53,12 @@ class Split:
         return tuple(sorted(intervals))
 
     def length(self, rank: int) -> int:
-        """Return how many tokens ``rank`` has."""
+        """Return the number of tokens that ``rank`` holds."""
         return sum(stop - start for start, stop in self.pieces(rank))
 
     @cached_property
     def lengths(self) -> list[int]:
-        """The number of tokens of every rank."""
+        """The number of tokens that each rank holds, by rank."""
         return [self.length(rank) for rank in range(self.size)]
 
     # Indices are computed on the device on which they are used, since a copy from the host would wait for the device.
@@ -69,17 +69,19 @@ class Split:
         return {}
 
     def places(self, rank: int, device: torch.device | None = None) -> Tensor:
-        """Return the positions of the tokens of ``rank``: ``[length(rank)]``, ascending."""
+        """Return the positions in the sequence of the tokens that ``rank`` holds: ``[length(rank)]``, ascending."""
         return torch.cat(
             [torch.arange(start, stop, device=device) for start, stop in self.pieces(rank)]
         )
 
     def side_by_side(self, device: torch.device | None = None) -> Tensor:
-        """Return the positions of all tokens, ordered by rank: ``[total]``."""
+        """Return the positions in the sequence of all tokens, concatenated in the order of ranks: ``[total]``."""
         return self._both(device)[0]
 
     def order(self, device: torch.device | None = None) -> Tensor:
-        """Return the inverse permutation of :meth:`side_by_side`: ``[total]``."""
+        """Return the permutation that sorts tokens concatenated in the order of ranks by their positions in the
+        sequence: ``[total]``, the inverse of :meth:`side_by_side`.
+        """
         return self._both(device)[1]
 
     def _both(self, device: torch.device | None) -> tuple[Tensor, Tensor]:
@@ -92,8 +94,9 @@ class Split:
         return self._orders[device]
 
     def members(self, rank: int, device: torch.device | None = None) -> list[Tensor]:
-        """Return, for each of the ``together`` context ranks that form ``rank``, the indices of its tokens among the
-        tokens of ``rank``.
+        """Return where each context rank's tokens are among the tokens of its group, one index tensor per context rank.
+
+        ``rank`` is a group of ``together`` context ranks, which this split treats as one rank.
         """
         alone = Split(self.total, self.size * self.together)
         own = self.places(rank, device)
@@ -102,13 +105,16 @@ class Split:
 
 
 def heads_fit(heads: int, key_heads: int, size: int) -> bool:
-    """Return whether ``size`` divides the number of query heads, and divides or is a multiple of ``key_heads``."""
+    """Return whether attention heads can be sharded over ``size`` ranks: whether ``size`` divides the number of query
+    heads, and divides or is a multiple of the number of key heads.
+    """
     return heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
 
 
 def choose(method: str, heads: int, key_heads: int, size: int) -> str:
-    """Return the method of context parallelism for one attention call: ``method``, or for ``"auto"`` the cheaper of
-    ``"heads"`` and ``"gather"``.
+    """Return the method of context parallelism for an attention call: ``method`` itself, or for ``"auto"`` the one that
+    sends fewer entries: ``"gather"`` (all-gather keys and values) or ``"heads"`` (all-to-all between sharded sequences
+    and sharded heads, DeepSpeed-Ulysses).
 
     Let ``Q`` and ``K`` be the numbers of entries of all queries and of all keys, and ``n`` the number of ranks. Per
     rank and layer, forward and backward, ``"gather"`` sends ``6 K (n-1)/n`` entries, and ``"heads"`` sends ``4 (Q + K)
@@ -121,8 +127,11 @@ def choose(method: str, heads: int, key_heads: int, size: int) -> str:
 
 
 def tokens_of(batch: Mapping[str, Any], first: Sequence[str] = ()) -> tuple[int, int]:
-    """Return the number of samples, and of tokens per sample, of a batch: from the shape of the inputs named ``first``
-    if present, else of token ids or embeddings. Raise :class:`ConfigError` for batches without them.
+    """Return the number of samples in a batch and the number of tokens per sample. They are the first two dims of the
+    batch's input: of the first argument in ``first`` that it has, or else of ``input_ids`` or ``inputs_embeds``.
+
+    Raises:
+        ConfigError: the batch has none of these inputs.
     """
     for name in (*first, "input_ids", "inputs_embeds"):
         tokens = batch.get(name)

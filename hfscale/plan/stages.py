@@ -1,4 +1,4 @@
-"""Hold the plan of pipeline stages: the layers, the rank and the cost of each stage; and balance layers over stages.
+"""Define the plan of pipeline stages: the layers, the rank and the cost of each stage. Balance layers over stages.
 
 :mod:`hfscale.parallel.pipeline.plan` measures the cost of a layer, and finds the modules before and after the layers.
 """
@@ -17,11 +17,12 @@ _COLUMNS = ("stage", "rank", "layers", "of the model", "parameters", "of FLOPs",
 
 @dataclass(frozen=True)
 class Loan:
-    """Describe a module that only the first layer of a list has, and whose result all other layers receive. An example
-    is T5's table of relative positions (Raffel et al. 2020), whose bias every attention module of a stack adds.
+    """Describe a module that only the first layer of a layer list holds, although all layers use its result. An example
+    is T5's table of relative positions (Raffel et al. 2020): the first layer computes a bias from it, which the
+    attention of every layer adds.
 
-    The result is not sent between stages, since it is as large as the attention scores. Instead, every stage with
-    layers of the list holds the module as a tied tensor, and the stage's first layer computes the result itself.
+    The result is not sent between pipeline stages, since it is as large as the attention scores. Instead, every stage
+    with layers of the list holds the module as a tied tensor, and the stage's first layer computes the result itself.
     """
 
     layer_list: str  # name of the list
@@ -32,12 +33,12 @@ class Loan:
 
     @property
     def lender(self) -> str:
-        """The name of the layer that has the module: the first of the list."""
+        """The name of the layer that holds the module in the stock model: the first layer of the list."""
         return f"{self.layer_list}.0"
 
     @property
     def name(self) -> str:
-        """The full name of the module in the model."""
+        """The full name of the module in the model, including the name of the layer that holds it."""
         return ".".join(filter(None, (self.lender, self.owner, self.child)))
 
 
@@ -47,12 +48,13 @@ def balance(
     first: int = 0,
     last: int = 0,
 ) -> tuple[int, ...]:
-    """Return the number of layers of each stage, at least 1, such that the cost of the largest stage is minimal.
+    """Return the number of layers of each pipeline stage, at least 1, such that the cost of the costliest stage is
+    minimal.
 
     The speed of a pipeline is that of its slowest stage (Huang et al. 2019, GPipe; Narayanan et al. 2019, PipeDream),
-    so only the largest stage matters. Of several optima, the one with the most even numbers of layers is returned. If
-    there are still several, the one with fewest layers in the first stages is returned, because a schedule keeps the
-    activations of most microbatches there.
+    so only the costliest stage matters. Of several optima, the one with the most even numbers of layers is returned. If
+    several remain, the one with the fewest layers in the first stages is returned, because a schedule keeps the
+    activations of most microbatches on these stages.
 
     Args:
         work: the cost of each layer, in any unit.
@@ -109,10 +111,10 @@ def balance(
 def place_stages(schedule: str, pp_size: int, virtual_stages: int = 1) -> tuple[int, ...]:
     """Return the pipeline rank of each stage.
 
-    ::
+    ``pp_size`` is ``p`` and ``virtual_stages`` is ``v``, the number of stages per rank::
 
-        loop, p = 2, v = 2      stages 0 1 2 3  ->  ranks 0 1 0 1      (Narayanan et al. 2021, PTD-P)
-        V,    p = 2             stages 0 1 2 3  ->  ranks 0 1 1 0      (zbv, dualpipev)
+        looped schedules,   p = 2, v = 2     stages 0 1 2 3  ->  ranks 0 1 0 1      (Narayanan et al. 2021, PTD-P)
+        V-shaped schedules, p = 2, v = 2     stages 0 1 2 3  ->  ranks 0 1 1 0      (zbv, dualpipev)
     """
     if schedule.endswith(".csv"):
         raise ConfigError(
@@ -142,7 +144,9 @@ class Stage:
     flops: int  # FLOPs of the stage's forward pass, per token
 
     def is_local(self, name: str) -> bool:
-        """Return whether the parameter or module ``name`` is on this stage; ``False`` for modules on every stage."""
+        """Return whether the parameter or module ``name`` belongs to this stage. Return ``False`` for modules without
+        parameters that every stage runs, such as rotary embeddings.
+        """
         return any(
             name == owned or name.startswith(f"{owned}.") for owned in (*self.layers, *self.modules)
         )
@@ -150,8 +154,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class Tie:
-    """Describe a tensor that several stages hold: an embedding with a tied head, or a tensor that all layers read. Its
-    gradient is summed over ``stages``. In norms, memory and checkpoints it counts once, on stage ``owner``.
+    """Describe a tensor that several pipeline stages hold: an embedding that is tied to the head, or a tensor that all
+    layers read. Its gradient is summed over ``stages``. Norms, memory estimates and checkpoints include it once, on
+    stage ``owner``.
     """
 
     names: tuple[str, ...]  # all names of the tensor, in the model's order
@@ -159,7 +164,7 @@ class Tie:
 
     @property
     def owner(self) -> int:
-        """The stage that counts and saves the tensor: the first."""
+        """The stage that includes the tensor in norms and saves it: the first stage that holds it."""
         return self.stages[0]
 
 
@@ -183,12 +188,11 @@ class TwoStacks:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Hold the plan of a model's pipeline stages. ``print`` it for the cost of each stage.
+    """Describe the pipeline stages of a model; ``print`` it for a table of stages and their costs.
 
-    Only hidden states are sent between stages: the output of a stage's last layer is the input of the next stage's
-    first layer. A stage is the stock model with stand-ins (empty modules) for the modules of other stages. The stock
-    code around the layers, and modules without parameters, still run on every stage. Therefore received hidden states
-    replace the input of the stage's first layer, and sent hidden states are the output of the stage's last layer.
+    On each stage, the modules of other stages are replaced by empty modules, and the rest of the stock model runs
+    unchanged, including modules without parameters, which every stage has. Stages exchange only hidden states: what a
+    stage receives replaces the input of its first layer, and what it sends is the output of its last layer.
     """
 
     stages: tuple[Stage, ...]  # all stages, in the order of the model
@@ -212,16 +216,18 @@ class StagePlan:
 
     @property
     def places(self) -> dict[str, int]:
-        """The index of each layer by name, counted along the model."""
+        """The index of each layer in the model, by the layer's name."""
         return {
             name: number
             for number, name in enumerate(name for stage in self.stages for name in stage.layers)
         }
 
     def arrives(self, stage: int) -> tuple[bool, bool]:
-        """Return two flags: whether the stage begins before the decoder's first layer, and whether it begins after it.
-        A stage that begins before receives the encoder's hidden states. A stage that begins after receives the
-        decoder's hidden states and the encoder's output.
+        """Return whether a stage of an encoder-decoder model receives the encoder's hidden states, and whether it
+        receives the decoder's hidden states together with the encoder's output.
+
+        The first is true if the stage's first layer is before the decoder's first layer, the second if it is after.
+        Without a decoder, the result is ``(True, False)``.
         """
         if self.stacks is None:
             return True, False
@@ -231,22 +237,24 @@ class StagePlan:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The rank of each stage."""
+        """The pipeline rank of each stage."""
         return tuple(stage.rank for stage in self.stages)
 
     @property
     def imbalance(self) -> float:
-        """The cost of the largest stage over the mean cost. It is 1.0 for perfect balance; a step takes this many times
-        the time of perfect balance.
+        """The cost of the costliest stage divided by the mean cost of a stage: 1.0 if all stages are equal. A step
+        takes this many times as long as with equal stages.
         """
         return max(self.work) * len(self.work) / max(1, sum(self.work))
 
     def of_rank(self, rank: int) -> tuple[Stage, ...]:
-        """Return the stages of one rank, in the order of the model."""
+        """Return the pipeline stages that ``rank`` holds, in the order of the model."""
         return tuple(stage for stage in self.stages if stage.rank == rank)
 
     def stage_of(self, name: str) -> int:
-        """Return the index of the stage that holds the parameter or module ``name``; the first if several stages do."""
+        """Return the index of the stage that holds the parameter or module ``name``; the lowest index if several stages
+        hold it.
+        """
         for stage in self.stages:
             if stage.is_local(name):
                 return stage.index
@@ -277,7 +285,7 @@ class StagePlan:
 
 
 def _extent(stage: Stage) -> str:
-    """Return the modules and the range of layers of a stage: ``model.embed_tokens, model.layers.0-4``."""
+    """Return a stage's modules and range of layers as a text: ``model.embed_tokens, model.layers.0-4``."""
     lists: dict[str, list[str]] = {}
     for layer in stage.layers:
         path, _, number = layer.rpartition(".")

@@ -1,13 +1,13 @@
-"""Locate each rank's shard of a tensor of the training state in the full tensor: pure arithmetic.
+"""Compute where in a full tensor of the training state the shard of each rank lies; only indices, no communication.
 
-Every rank writes its shards of the weights and of the optimizer's state. The place of a shard in the full tensor
-follows from the planned cuts of the weight::
+Every rank saves its shards of the weights and of the optimizer's state. How a tensor of the optimizer's state is
+sharded follows from the sharding of its weight ``[R, C]``::
 
-    moment of a weight [R, C]               sharded like the weight
-    several moments [2, R, C]               sharded like the weight, after an unsharded first dim
-    means of the weight's rows [R]          sharded like dim R; ranks with different shards of C hold the same means
-    scales of blocks of 256 entries         the blocks of the shard (:mod:`.quantized`)
-    any other tensor                        different on every rank; cannot be loaded in another layout
+    momentum [R, C]                    sharded like the weight
+    several momenta [2, R, C]          sharded like the weight, after an unsharded first dim
+    means of the weight's rows [R]     sharded like dim R; ranks that hold different columns have the same means
+    scales of blocks of 256 entries    those of the blocks in the rank's shard of the weight (:mod:`.quantized`)
+    any other tensor                   different on every rank; cannot be loaded in another layout
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,9 @@ from .parameter import ParameterPlan
 
 @dataclass(frozen=True)
 class StateTensor:
-    """Describe one tensor of the training state: its global shape, and how it is sharded."""
+    """Describe one tensor of the training state (a weight, or a tensor of the optimizer's state): its global shape, and
+    how it is sharded.
+    """
 
     shape: tuple[int, ...]  # the global shape; if ``own``, the shape of the weight
     # the tensor's cuts; for scales of blocks, the weight's cuts
@@ -36,23 +38,25 @@ class StateTensor:
     own: bool = False
 
     def spans(self, ranks: dict[str, int]) -> list[Spans]:
-        """Return, per dim of the full tensor, the spans that the rank at ``ranks`` holds. Do not call it for scales of
-        blocks.
+        """Return, for each dim of the full tensor, the intervals of indices that the rank at coordinates ``ranks``
+        (axis -> rank) holds. Only for tensors other than scales of blocks.
         """
         return share_spans(self.shape, self.cuts, ranks)
 
     def local_shape(self, ranks: dict[str, int]) -> tuple[int, ...]:
-        """Return the shape of the shard at ``ranks``."""
+        """Return the shape of the shard on the rank at coordinates ``ranks`` (axis -> rank)."""
         if self.block:
             return (*self.shape[:-1], len(self.blocks(ranks)))
         return tuple(sum(stop - start for start, stop in dim) for dim in self.spans(ranks))
 
     def blocks(self, ranks: dict[str, int]) -> Tensor:
-        """Return the indices of the full weight's blocks that are in the shard at ``ranks``, in the shard's order."""
+        """Return the indices, among all quantization blocks of the weight, of those blocks whose scales the rank at
+        coordinates ``ranks`` (axis -> rank) holds, in the order in which it holds them.
+        """
         return flat_blocks(self.weight, share_spans(self.weight, self.cuts, ranks), self.block)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data; fields with default values are omitted."""
+        """Return this description as a JSON-compatible dict without fields that have default values."""
         told: dict[str, Any] = {"shape": list(self.shape)}
         if self.cuts:
             told["cuts"] = [
@@ -72,7 +76,7 @@ class StateTensor:
 
     @classmethod
     def from_dict(cls, told: dict[str, Any]) -> "StateTensor":
-        """Rebuild a tensor from :meth:`to_dict`."""
+        """Rebuild the description from the dict that :meth:`to_dict` returned."""
         cuts = tuple(
             Cut(axis, dim, size, tuple(p), tuple(r))
             for axis, dim, size, p, r in told.get("cuts", ())
@@ -87,7 +91,9 @@ class StateTensor:
 
 
 def like(planned: ParameterPlan, *lead: int) -> StateTensor:
-    """Describe a tensor that is sharded like the weight, with unsharded dims of sizes ``lead`` in front."""
+    """Describe a state tensor that is sharded like the weight ``planned``, with further unsharded dims of sizes
+    ``lead`` in front.
+    """
     return StateTensor(
         (*lead, *planned.shape),
         tuple(replace(c, dim=c.dim + len(lead)) for c in planned.cuts),
@@ -95,8 +101,8 @@ def like(planned: ParameterPlan, *lead: int) -> StateTensor:
 
 
 def without_dim(planned: ParameterPlan, dim: int) -> StateTensor:
-    """Describe a mean over dim ``dim`` of the weight. Ranks with different shards along this dim hold the same
-    values.
+    """Describe a state tensor that holds means over dim ``dim`` of the weight ``planned``. Ranks that differ only in
+    their shard of this dim hold the same means.
     """
     dim %= len(planned.shape)
     cuts = (replace(c, dim=c.dim - (c.dim > dim)) for c in planned.cuts if c.dim != dim)
@@ -107,8 +113,9 @@ def without_dim(planned: ParameterPlan, dim: int) -> StateTensor:
 
 
 def scales(planned: ParameterPlan, block: int, *lead: int, whole: bool = False) -> StateTensor:
-    """Describe the scales of blocks of ``block`` entries of the flattened weight. ``whole``: every rank has all
-    scales.
+    """Describe the scales of a quantized state tensor, with one scale per ``block`` entries of the flattened weight
+    ``planned``, and unsharded dims of sizes ``lead`` in front. A rank has the scales of its shard; with ``whole``,
+    every rank has all scales.
     """
     count = -(-prod(planned.shape) // block)
     cuts = () if whole else planned.cuts
@@ -118,18 +125,21 @@ def scales(planned: ParameterPlan, block: int, *lead: int, whole: bool = False) 
 
 
 def whole(*shape: int) -> StateTensor:
-    """Describe a tensor that is the same on every rank."""
+    """Describe a state tensor of this shape that every rank holds in full."""
     return StateTensor(tuple(shape))
 
 
 def own(planned: ParameterPlan) -> StateTensor:
-    """Describe a tensor that is different on every rank of a weight; a full tensor if the weight is not sharded."""
+    """Describe a state tensor of the sharded weight ``planned`` that every rank saves separately, because it is not a
+    shard of a full tensor; if the weight is not sharded, it is a full tensor.
+    """
     return StateTensor(planned.shape, planned.cuts, own=True)
 
 
 def flat_blocks(shape: Sequence[int], spans: Sequence[Spans], block: int) -> Tensor:
-    """Return the indices of the flattened full tensor's blocks in the shard ``spans``, which must consist of whole
-    blocks.
+    """Return the indices of the blocks of a full tensor that lie in one shard, where a block is ``block`` consecutive
+    entries of the flattened full tensor. ``spans`` holds, for each dim, the intervals of the full tensor's indices in
+    the shard, which must consist of whole blocks.
     """
     if not all(spans):
         return torch.empty(0, dtype=torch.long)

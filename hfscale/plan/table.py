@@ -1,4 +1,4 @@
-"""Define ``Plan``, which prints as a table, and render a plan as JSON for programs."""
+"""Define ``Plan``, the plan of a model: it prints as a table, and :func:`to_json` returns it as JSON."""
 
 import json
 from collections.abc import Iterable
@@ -35,12 +35,15 @@ _WORDS = [
 
 
 def gradient_rule(parameter: ParameterPlan) -> str:
-    """Return the reductions of one parameter's gradient, in words."""
+    """Return the collectives that reduce a parameter's gradient, as a text for the printed plan."""
     return ", ".join(map(str, parameter.reductions)) or "complete"
 
 
 def describe_cut(parameter: ParameterPlan) -> str:
-    """Return the cuts in order, like ``dim 1 / tp2 in 3 parts, dim 0 / dp_shard4``; ``-`` if there are no cuts."""
+    """Return how a parameter is sharded, as a text like ``dim 1 / tp2 in 3 parts, dim 0 / dp_shard4``: dim 1 over 2
+    tensor ranks, each of 3 fused matrices by itself, and then dim 0 over 4 data ranks. Return ``-`` if it is not
+    sharded.
+    """
     cuts = []
     for cut in parameter.cuts:
         parts = f" in {len(cut.parts)} parts" if len(cut.parts) > 1 else ""
@@ -52,14 +55,16 @@ def describe_cut(parameter: ParameterPlan) -> str:
 
 
 def local_bytes(parameter: ParameterPlan, ranks: dict[str, int]) -> int:
-    """Return the bytes of one parameter on the rank at ``ranks``; 0 for second names of tied tensors."""
+    """Return the bytes of a parameter's shard on the rank at coordinates ``ranks`` (axis -> rank). A tied tensor is
+    counted under its first name: the result is 0 for its other names.
+    """
     if parameter.tied_to is not None:
         return 0
     return prod(parameter.local_shape(ranks)) * parameter.dtype.itemsize
 
 
 def weights_per_rank(plan: PlanContents) -> tuple[int, int]:
-    """Return the number of entries and of bytes of all weights on the pipeline rank with most bytes."""
+    """Return the number of weights, and their bytes, on the rank that holds the most bytes of weights."""
 
     def weights(rank: int) -> tuple[int, int]:
         once = {
@@ -75,7 +80,9 @@ def weights_per_rank(plan: PlanContents) -> tuple[int, int]:
 
 
 def to_json(plan: PlanContents) -> str:
-    """Return the plan as JSON. Shapes and bytes are those of each stage's first rank, which has the largest shards."""
+    """Return the plan as JSON. Local shapes and bytes are those of the first rank of each mesh axis, whose shards are
+    the largest.
+    """
     return json.dumps(
         {
             "family": plan.family,
@@ -115,20 +122,24 @@ def to_json(plan: PlanContents) -> str:
 
 
 def _json_fields(data: BlockPlan | Cut) -> dict[str, Any]:
-    """Return the fields of ``data`` under their names in the JSON."""
+    """Return the fields of a plan's entry as a dict with the names that the JSON output uses."""
     return {_JSON_NAMES.get(name, name): value for name, value in asdict(data).items()}
 
 
 @dataclass(frozen=True)
 class Plan(PlanContents):
-    """Hold the plan of a model under a layout: see :class:`.contents.PlanContents`. ``print(plan)`` shows a table."""
+    """Describe how a model is distributed over ranks under a layout; ``print(plan)`` shows a table. See
+    :class:`.contents.PlanContents` for the fields.
+    """
 
     def __str__(self) -> str:
         return render(self)
 
 
 def render(plan: PlanContents) -> str:
-    """Return the plan as text. Equal parameters of different layers have one line."""
+    """Return the printed plan as a text. Parameters that differ only in their layer's number share one line of the
+    table.
+    """
     folded: dict[tuple[Any, ...], list[ParameterPlan]] = {}
     for parameter in plan.parameters:
         tied = wild_name(parameter.tied_to or "")

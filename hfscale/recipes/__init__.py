@@ -1,4 +1,6 @@
-"""Run a recipe from start to end: its schema, data, trainer and results."""
+"""Run recipes (YAML files that describe a training run) from start to end: read the settings, prepare the data, train,
+and write results.
+"""
 
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Assign sequences to steps and ranks, and predict the memory that the largest rank needs."""
+"""Assign sequences to steps and ranks, and predict the memory of the rank that needs most."""
 
 import math
 from collections.abc import Iterator
@@ -19,7 +19,9 @@ GIB = 2**30
 
 
 def per_rank(batch_size: int, batch_world: int, microbatch_size: int | None) -> tuple[int, int]:
-    """Return two numbers: microbatches per rank in a step, and sequences per microbatch."""
+    """Return the number of microbatches that each data rank runs in a step, and the number of sequences per microbatch.
+    ``batch_size`` counts the sequences of a step over all ranks, ``batch_world`` its distinct batches.
+    """
     if batch_size % batch_world:
         raise RecipeError(
             f"training.batch_size={batch_size} does not divide over the {batch_world} distinct batches of the layout: "
@@ -36,8 +38,11 @@ def per_rank(batch_size: int, batch_world: int, microbatch_size: int | None) -> 
 
 
 def microbatches_of_step(recipe: Recipe, batch_world: int) -> tuple[int, int]:
-    """Return :func:`per_rank` for a recipe. If a row becomes several texts or pictures (pairs, for example), the result
-    counts the pipeline's own microbatches, because the pipeline would otherwise split between the texts of a row.
+    """Return the number of microbatches that each data rank runs in a step, and the number of data rows per microbatch.
+
+    They are those of :func:`per_rank`, unless a row becomes several texts or pictures (such as the two texts of a
+    preference pair). A pipeline could then split a row between microbatches, so the result has exactly as many
+    microbatches as the pipeline runs.
     """
     training = recipe.training
     microbatches, size = per_rank(training.batch_size, batch_world, training.microbatch_size)
@@ -53,9 +58,10 @@ def microbatches_of_step(recipe: Recipe, batch_world: int) -> tuple[int, int]:
 
 
 def order_of(steps: int, batch_size: int, available: int, seed: int) -> Tensor:
-    """Return the indices of the sequences of each step over all ranks, ``[steps, batch_size]``.
+    """Return a tensor ``[steps, batch_size]`` with the indices of the sequences that each step trains on, over all
+    ranks.
 
-    Every epoch shuffles the ``available`` sequences anew, seeded by ``seed`` and the epoch's number.
+    The ``available`` sequences are shuffled again for every epoch, seeded by ``seed`` and the epoch's number.
     """
     epochs = range(-(-steps * batch_size // available))
     drawn = [torch.Generator().manual_seed(seed * 1_000_003 + epoch) for epoch in epochs]
@@ -64,8 +70,13 @@ def order_of(steps: int, batch_size: int, available: int, seed: int) -> Tensor:
 
 
 def by_cost(order: Tensor, costs: Tensor, batch_world: int, size: int) -> Tensor:
-    """Reorder each step's sequences so that all ranks get about the same cost when :func:`dealt` deals them in
-    microbatches of ``size`` sequences.
+    """Reorder the sequences within each step so that all data ranks get sequences of about the same total cost, when
+    :func:`dealt` gives them out in microbatches of ``size`` sequences.
+
+    Args:
+        order: indices of the sequences of each step, ``[steps, batch_size]``.
+        costs: the computing cost of every sequence, in any unit.
+        batch_world: the number of data ranks with distinct batches.
     """
     falling = order.gather(
         1,
@@ -78,8 +89,12 @@ def by_cost(order: Tensor, costs: Tensor, batch_world: int, size: int) -> Tensor
 
 
 def dealt(order: Tensor, batch_world: int, microbatches: int, size: int) -> list[int]:
-    """Return the sequences in the order in which a data loader reads them: in turn, each rank with a distinct batch
-    gets one microbatch, which is ``size`` consecutive entries of a step in ``order``.
+    """Return all sequences as one list for Accelerate's data loader, which gives ``size`` entries to each data rank in
+    turn.
+
+    ``order`` holds the sequences of each step, ``[steps, batch_size]``. A step's row consists of ``batch_world`` equal
+    intervals, one per data rank, each with ``microbatches`` times ``size`` sequences; the list is ordered so that every
+    rank gets its interval, one microbatch after another.
     """
     return order.view(-1, batch_world, microbatches, size).transpose(1, 2).flatten().tolist()
 
@@ -87,8 +102,8 @@ def dealt(order: Tensor, batch_world: int, microbatches: int, size: int) -> list
 def evaluation_steps(
     available: int, batch_rank: int, batch_world: int, size: int
 ) -> Iterator[tuple[list[int], int, range]]:
-    """Yield for each evaluation step: the ``size`` rows of this rank, how many of them count (the remaining ones are
-    padding), and the range of rows that count on all ranks together.
+    """Yield three values for each evaluation step: the ``size`` row indices of this data rank; how many of them are
+    evaluated (the rest are padding, to keep the size); and the range of all rows that the ranks evaluate in this step.
     """
     for start in range(0, available, size * batch_world):
         total = min(size * batch_world, available - start)
@@ -103,7 +118,9 @@ def evaluation_steps(
 
 
 def expect_memory(model: Any, recipe: Recipe, limit: float | None) -> Any:
-    """Print the predicted memory of the largest rank, and return its estimate; refuse more than ``limit`` GiB."""
+    """Print the memory estimate of the rank that needs most, and return it; raise :class:`RecipeError` if it is more
+    than ``limit`` GiB. Do nothing without a limit.
+    """
     if limit is None:
         return None
     layout = layout_of(recipe)
@@ -124,7 +141,9 @@ def expect_memory(model: Any, recipe: Recipe, limit: float | None) -> Any:
 
 
 def of_one_microbatch(recipe: Recipe, layout: hfscale.ParallelConfig) -> dict[str, Any]:
-    """Return the arguments of :func:`hfscale.memory_estimate` for one microbatch of a recipe's steps."""
+    """Return the arguments of :func:`hfscale.memory_estimate` that describe the recipe's microbatches: tokens per
+    microbatch, sequence length, number of microbatches, and activation checkpointing.
+    """
     training = recipe.training
     microbatches, size = per_rank(training.batch_size, layout.batch_world, training.microbatch_size)
     count = layout.microbatches_of(microbatches)
@@ -140,7 +159,7 @@ def of_one_microbatch(recipe: Recipe, layout: hfscale.ParallelConfig) -> dict[st
 
 
 def beside(expected: Any, outcome: Any) -> str:
-    """Return a line with the predicted and the measured peak."""
+    """Return a line that compares the predicted with the measured peak memory of the rank that needs most."""
     measured = f"measured {outcome.memory / GIB:.2f} GiB"
     if not accelerators().is_available():  # resident memory, Python and its libraries included
         measured += (

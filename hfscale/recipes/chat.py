@@ -1,4 +1,6 @@
-"""Encode the data formats (conversations, completions, preference pairs, classes) as tokens and labels."""
+"""Encode records of a data set (conversations, prompts with completions, preference pairs, texts with classes) as
+tokens and labels.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -25,7 +27,8 @@ _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def set_chat_template(reader: Any, data: DataRecipe) -> None:
-    """Set the recipe's chat template on a tokenizer, or on the processor of a model with pictures.
+    """Set the chat template that the recipe names (``data.chat_template``, if given) on a tokenizer, or on the
+    processor of a vision-language model; raise :class:`RecipeError` if it then has no default template.
 
     The template is saved together with the tokenizer.
     """
@@ -53,7 +56,8 @@ def set_chat_template(reader: Any, data: DataRecipe) -> None:
 
 
 def encode_chat(tokenizer: Any, messages: Any, train_on: str, where: str) -> Example:
-    """Return a conversation as a row; labels cover the assistant's turns, or everything if ``train_on`` is ``all``.
+    """Return the tokens of a conversation and their labels. Only the assistant's turns have labels; with
+    ``train_on="all"``, all tokens have labels.
 
     ``where`` names the conversation in errors.
     """
@@ -92,8 +96,8 @@ def encode_chat(tokenizer: Any, messages: Any, train_on: str, where: str) -> Exa
 def encode_completion(
     tokenizer: Any, prompt: Any, completion: Any, train_on: str, where: str
 ) -> Example:
-    """Return a prompt, its completion and an end-of-text token as a row; labels cover the completion and the
-    end-of-text token, or everything if ``train_on`` is ``all``.
+    """Return the tokens of a prompt, its completion and an end-of-text token, with labels for the completion and the
+    end-of-text token only; with ``train_on="all"``, all tokens have labels. ``where`` names the example in errors.
     """
     if not isinstance(prompt, str) or not isinstance(completion, str):
         raise RecipeError(
@@ -161,9 +165,11 @@ def by_prefixes(
         list[int],
     ],
 ) -> list[int]:
-    """Return labels that cover each assistant turn: the tokens after the rendering of the earlier messages and the
-    assistant's heading. ``rendered(n, answer)`` returns the tokens of the first ``n`` messages, with ``answer``
-    followed by the assistant's heading.
+    """Return labels for the tokens ``ids`` of a conversation, of which only the assistant's turns have labels; an
+    assistant message at the very beginning has none.
+
+    Each turn is located by rendering the conversation up to its beginning and up to its end. ``rendered(n, answer)``
+    returns the tokens of the first ``n`` messages; if ``answer`` is true, they are followed by the generation prompt.
     """
     labels = [IGNORED] * len(ids)
     for index, message in enumerate(messages):
@@ -201,9 +207,10 @@ class Pair(NamedTuple):
 def encode_pairs(
     data: DataRecipe, tokenizer: Any, documents: Sequence[Document]
 ) -> tuple[list[Pair], int]:
-    """Encode preference pairs, each text cut to ``data.sequence_length`` tokens.
+    """Encode preference pairs, each text truncated to ``data.sequence_length`` tokens.
 
-    Return the pairs whose two texts differ and are not empty, and the number of pairs left out.
+    Return the encoded pairs, and the number of dropped pairs: those whose two texts are equal after truncation, or of
+    which a text is empty.
     """
     pairs = []
     for document in documents:
@@ -240,7 +247,7 @@ def _encode(tokenizer: Any, prompt: Any, answer: Any, where: str) -> list[int]:
 def encode_classes(
     data: DataRecipe, tokenizer: Any, documents: Sequence[Document]
 ) -> dict[str, list[Any]]:
-    """Encode each text, cut to ``data.sequence_length`` tokens, together with the number of its class."""
+    """Encode texts, each truncated to ``data.sequence_length`` tokens, and the numbers of their classes."""
     columns: dict[str, list[Any]] = {"input_ids": [], "label": []}
     for document in documents:
         ids = tokenizer(document.columns[data.text_column], verbose=False)["input_ids"]

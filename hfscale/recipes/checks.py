@@ -1,4 +1,4 @@
-"""Refuse invalid recipe values when the recipe is read."""
+"""Check the values of a recipe when it is read, and raise an error for invalid ones."""
 
 import inspect
 import re
@@ -16,7 +16,7 @@ STEPS_BEFORE_PROFILE = 2
 
 
 def check_values(recipe: Recipe) -> None:
-    """Raise a :class:`RecipeError` for the first invalid value."""
+    """Raise :class:`RecipeError` if a value of the recipe, or a combination of values, is invalid."""
     data = recipe.data
     training = recipe.training
     for section in (
@@ -56,9 +56,11 @@ def made_of(
     given: dict[str, Any],
     fixed: dict[str, Any],
 ) -> Any:
-    """Return ``kind(**fixed, **given)``, where ``given`` holds the fields of the recipe's ``section``.
+    """Call ``kind(**fixed, **given)`` and return the result, for a config class such as PEFT's ``LoraConfig``.
+    ``given`` holds the fields that the recipe's ``section`` sets, ``fixed`` those that hfscale sets.
 
-    Raise :class:`RecipeError` for a field that ``kind`` does not have, and for a value that it refuses.
+    Raises:
+        RecipeError: the recipe sets a field that the class does not have, or a value that the class refuses.
     """
     names = [name for name in inspect.signature(kind).parameters if name not in ("kwargs", *fixed)]
     unknown = [name for name in given if name not in names]
@@ -94,7 +96,9 @@ def _check_declared(section: str, values: Any) -> None:
 
 
 def steps_to_profile(asked: str, steps: int) -> int:
-    """Return the number of steps to profile: ``"3 steps"`` -> 3. ``steps`` is the number of steps of the run."""
+    """Return the number of steps to profile that the recipe's option ``profile`` asks for: ``"3 steps"`` -> 3. Raise
+    :class:`RecipeError` if ``asked`` is not a number of steps, or more than a run of ``steps`` steps can profile.
+    """
     match = re.fullmatch(r"\s*(\d+)(?:\s+steps?)?\s*", asked)
     if match is None or int(match[1]) < 1:
         raise RecipeError(f"profile={asked!r} is not a number of steps: write profile: 3 steps")
@@ -166,7 +170,9 @@ def _check_learning(recipe: FinetuneRecipe) -> None:
 
 
 def _check_texts(recipe: FinetuneRecipe, data: DataRecipe) -> None:
-    """Refuse data formats that have no prompts to generate from, or no texts for a teacher to teach on."""
+    """Raise :class:`RecipeError` if a model is to generate texts but the data format has no prompts, or if a teacher is
+    given but the data format has no texts that it can predict.
+    """
     fitting = (
         ("chat", "completion", "prompts") if recipe.generates else ("text", "chat", "completion")
     )

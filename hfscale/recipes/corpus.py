@@ -34,19 +34,25 @@ _NOT_LIBRARY = {
 
 
 class Document(NamedTuple):
-    """Hold the columns of a record, and a name of the record that is the same on every machine."""
+    """Hold one record of a data source: its columns, and a name (its file, number or function) that is the same on
+    every machine.
+    """
 
     name: str
     columns: dict[str, Any]
 
 
 def is_for_validation(name: str, fraction: float) -> bool:
-    """Return whether a document is for validation: decided by its name alone, so that every run decides the same."""
+    """Return whether a document belongs to the validation data. The choice depends only on a hash of its name, so it is
+    the same in every run.
+    """
     return zlib.crc32(name.encode()) / 2**32 < fraction
 
 
 def is_wanted(name: str, include: list[str], exclude: list[str]) -> bool:
-    """Return whether a recipe's patterns select a document of this name."""
+    """Return whether a document's ``name`` matches a pattern of ``include`` (any name, if that is empty) and no pattern
+    of ``exclude``, both patterns like ``asyncio/*``.
+    """
     included = not include or any(fnmatchcase(name, pattern) for pattern in include)
     return included and not any(fnmatchcase(name, pattern) for pattern in exclude)
 
@@ -69,7 +75,7 @@ def read(data: DataRecipe) -> tuple[list[Document], list[Document]]:
 
 
 def read_documents(data: DataRecipe) -> Iterator[Document]:
-    """Yield the documents of ``data.source``, in a fixed order."""
+    """Yield all documents of the recipe's data source (a directory, a file, a Hub data set, ...), in a fixed order."""
     path = Path(data.source)
     if data.source == "stdlib":
         for name, text in _standard_library():
@@ -118,8 +124,8 @@ def _standard_library_questions(data: DataRecipe) -> Iterator[Document]:
 
 
 def _file(path: Path, name: str, data: DataRecipe, split: bool) -> Iterator[Document]:
-    """Yield the documents of a file: the records of a JSONL file, or a text file (a document, or with ``split`` one per
-    paragraph). Yield nothing for other files.
+    """Yield the documents of one file: each record of a JSONL file, or a text file as one document. With ``split``,
+    each paragraph of a text file is a document. Yield nothing for other files.
     """
     is_records = path.suffix == ".jsonl"
     text = _text(path) if is_records or data.format == "text" else None
@@ -153,7 +159,7 @@ def _document(
     record: dict[str, Any],
     data: DataRecipe,
 ) -> Iterator[Document]:
-    """Yield a document with the record's columns that ``data.format`` needs; yield nothing if its text is blank."""
+    """Yield one document with the columns of ``record`` that ``data.format`` needs, unless its text is blank."""
     _check_columns(name, list(record), data)
     # Reward functions may read any column.
     wanted = list(record) if data.format == "prompts" else needed_columns(data).values()
@@ -173,7 +179,7 @@ def _document(
 
 
 def needed_columns(data: DataRecipe) -> dict[str, str]:
-    """Map the recipe's keys that ``data.format`` reads (``text_column``, ...) to the columns that they name."""
+    """Return the columns that ``data.format`` needs, by the recipe's key that names each (``text_column``, ...)."""
     if data.images_column is not None:
         return {"messages_column": data.messages_column, "images_column": data.images_column}
     return {field: getattr(data, field) for field in FORMATS[data.format]}
@@ -209,8 +215,8 @@ def _text(path: Path) -> str | None:
 
 
 def questions(path: str, source: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, question, answer) for each documented function of a module; the answer is the first paragraph of the
-    function's docstring.
+    """Yield ``(name, question, answer)`` for each documented public function of a Python module: the function's name,
+    the question what the function does, and the first paragraph of its docstring as the answer.
     """
     parts = path.removesuffix(".py").removesuffix("/__init__").split("/")
     if any(part.startswith("_") for part in parts):
@@ -230,7 +236,9 @@ def questions(path: str, source: str) -> Iterator[tuple[str, str, str]]:
 
 
 def disordered(text: str) -> str:
-    """Shuffle the words of a text, in the same way for the same text; the result is the rejected text of a pair."""
+    """Return the words of a text in random order, which is the same in every run: a worse answer, for the rejected text
+    of a preference pair.
+    """
     words = text.split()
     random.Random(text).shuffle(words)
     return " ".join(words)

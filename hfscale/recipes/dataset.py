@@ -1,4 +1,4 @@
-"""Tokenize documents into rows on disk; train the tokenizer for pretraining."""
+"""Tokenize documents and write them to disk as rows of a data set; train the tokenizer for pretraining."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -57,8 +57,8 @@ def pack(
     end: int,
     length: int,
 ) -> np.ndarray:
-    """Concatenate documents, each followed by ``end``, and split the result into rows of ``length`` tokens; an
-    incomplete last row is dropped.
+    """Concatenate tokenized documents, each followed by the token ``end``, and split the result into rows of ``length``
+    tokens. An incomplete last row is dropped.
     """
     pieces = [np.asarray([*tokens, end], dtype=np.int32) for tokens in documents]
     stream = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
@@ -67,7 +67,7 @@ def pack(
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:
-    """Return the entropy of a text's token frequencies, in nats per token.
+    """Return the entropy of the token frequencies in ``tokens``, in nats per token.
 
     This is the loss of a model that predicts each token by its frequency alone.
     """
@@ -82,7 +82,8 @@ def prepare(
     """Write tokenized data into ``directory`` on rank 0, and read it on all ranks. Call it on every rank; the file
     system must be shared. If ``tokenizer`` is ``None``, a tokenizer of ``vocab_size`` is trained and written too.
 
-    Return the tokenizer, the rows to train on, the rows to validate on, and the baseline of the validation loss.
+    Return the tokenizer, the training rows, the validation rows, and a baseline to compare the validation loss with:
+    the loss of a trivial predictor, such as one that knows only how frequent each token is.
     """
     disable_progress_bars()  # they would disturb the progress bar of training
     if tokenizer is None and data.format != "text":
@@ -103,7 +104,9 @@ def prepare(
 
 
 def _baseline(data: DataRecipe, validation: Dataset) -> float:
-    """Return :attr:`.tasks.Task.baseline` for the rows to validate on."""
+    """Return the loss of a trivial predictor on the validation rows, to compare the model's validation loss with. For
+    preference pairs it is ``log 2``; otherwise it is the entropy of the frequencies of classes or of labels.
+    """
     if data.format == "pairs":
         return math.log(2)
     if data.format == "classes":
@@ -135,7 +138,9 @@ def _write(data: DataRecipe, tokenizer: Any | None, vocab_size: int, directory: 
 def make_rows(
     data: DataRecipe, tokenizer: Any, documents: list[Document], use: str
 ) -> dict[str, Any]:
-    """Return the columns of the rows made of ``documents``; ``use`` names the rows in errors ("training")."""
+    """Encode documents as rows of a data set, and return its columns; raise :class:`RecipeError` if no row is left.
+    ``use`` names the rows in messages ("training").
+    """
     length = data.sequence_length
     none = f"none of the {{}} {use} {{}} of data.source={data.source!r}"
     short = f"data.sequence_length={length} tokens"
@@ -178,7 +183,9 @@ def make_rows(
 
 
 def encode(data: DataRecipe, tokenizer: Any, documents: list[Document]) -> list[Example]:
-    """Return the tokens and labels of every document; long texts of format ``text`` become several examples."""
+    """Return the tokens and labels of every document. A document of format ``text`` that is longer than
+    ``data.sequence_length`` becomes several examples.
+    """
     if data.format == "text":
         ended = [
             [*tokens, tokenizer.eos_token_id] for tokens in _tokenized(tokenizer, documents, data)
@@ -208,7 +215,7 @@ def _tokenized(
     documents: list[Document],
     data: DataRecipe,
 ) -> list[list[int]]:
-    """Return the tokens of each text, without special tokens."""
+    """Return the tokens of each document's text, without special tokens."""
     tokens: list[list[int]] = []
     texts = [document.columns[data.text_column] for document in documents]
     for start in range(0, len(texts), _AT_ONCE):

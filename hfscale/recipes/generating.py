@@ -1,4 +1,6 @@
-"""Train a recipe on generated texts, by TRL's GRPOTrainer (with rewards) or DistillationTrainer (with a teacher)."""
+"""Train a model on texts that it generates, by TRL's GRPOTrainer (with rewards) or DistillationTrainer (with a
+teacher).
+"""
 
 import importlib
 import inspect
@@ -31,7 +33,9 @@ def exact_match(
     answer: Sequence[str],
     **_: Any,
 ) -> list[float]:
-    """Return a reward of 1 for a completion that equals the expected answer except for spaces around it, else 0."""
+    """Return, for each completion, a reward of 1 if it equals the expected answer up to leading and trailing spaces,
+    else 0.
+    """
     pairs = zip(map(_text, completions), answer, strict=True)
     return [float(said.strip() == wanted.strip()) for said, wanted in pairs]
 
@@ -41,8 +45,8 @@ def f1(
     answer: Sequence[str],
     **_: Any,
 ) -> list[float]:
-    """Return the F1 of the words that completion and expected answer share: SQuAD (Rajpurkar et al. 2016,
-    section 6).
+    """Return, for each completion, its F1 score against the expected answer, computed from their common words as in
+    SQuAD (Rajpurkar et al. 2016, section 6).
     """
     rewards = []
     for said, wanted in zip(
@@ -59,8 +63,8 @@ REWARDS: dict[str, Reward] = {"exact_match": exact_match, "f1": f1}
 
 
 def reward_of(name: str) -> Reward:
-    """Return a reward function by name: a built-in one, or ``module:function`` of an importable module, which may lie
-    in the current directory.
+    """Return a reward function by name: a built-in one, or ``module:function``, whose module is importable or in the
+    current directory.
     """
     if name in REWARDS:
         return REWARDS[name]
@@ -78,8 +82,8 @@ def reward_of(name: str) -> Reward:
 
 
 def recompute_field(config_class: type) -> str:
-    """Return the name of a trainer config's field for activation checkpointing; transformers 5.23 renamed the field and
-    warns about the old name.
+    """Return the name of the field of a ``TrainingArguments`` class that turns on activation checkpointing;
+    transformers 5.23 renamed the field and warns about the old name.
     """
     named = "activation_checkpointing" in inspect.signature(config_class).parameters
     return "activation_checkpointing" if named else "gradient_checkpointing"
@@ -92,8 +96,8 @@ def train_on_generations(
     layout: hfscale.ParallelConfig,
     given: dict[str, Any],
 ) -> None:
-    """Train, and write the weights and a plot; call it on every rank. ``given`` holds arguments of TRL's trainer, such
-    as the teacher model of a distillation.
+    """Train a model on texts that it generates, then write its weights and a plot; call it on every rank. ``given``
+    holds further arguments of TRL's trainer, such as the teacher model of a distillation.
     """
     from .. import trl as trainers
 
@@ -125,7 +129,9 @@ def train_on_generations(
 
 
 def prompts_of(data: DataRecipe, tokenizer: Any) -> Dataset:
-    """Return rows of ``prompt`` to train on, with the expected ``answer`` if the data has answers."""
+    """Return a data set of prompts to generate from (column ``prompt``), with the expected answers (column ``answer``)
+    if the data has them.
+    """
     documents, _ = read(data)
     messages = data.format == "chat" or not isinstance(
         documents[0].columns.get(data.prompt_column, ""), str

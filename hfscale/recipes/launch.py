@@ -28,8 +28,8 @@ def is_launched() -> bool:
 
 
 def layout_of(recipe: Recipe) -> "hfscale.ParallelConfig":  # quoted, because the name imports torch
-    """Return the recipe's layout. Under a launcher, return the first of the layout and its ``fallbacks`` that fits the
-    number of processes.
+    """Return the parallel layout that the recipe sets. If the recipe has ``fallbacks`` and a launcher started the
+    processes, return the first of all these layouts that fits the number of processes.
     """
     first, *others = (
         hfscale.ParallelConfig(**fields) for fields in (recipe.parallel, *recipe.fallbacks)
@@ -38,8 +38,10 @@ def layout_of(recipe: Recipe) -> "hfscale.ParallelConfig":  # quoted, because th
 
 
 def launch_options(processes: int, arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of ``accelerate launch`` that run a recipe. Port 0 means any free port. Options with default
-    values are given explicitly, because Accelerate prints a list of the options that are left out.
+    """Return the command-line arguments with which ``accelerate launch`` runs ``hfscale train`` on one machine.
+
+    The main process's port is 0, which means any free port. Options are given even if they have default values, because
+    Accelerate prints a list of the options that are left out.
     """
     ranks = ["--multi_gpu", "--main_process_port", "0"] if processes > 1 else []
     options = [*ranks, "--num_processes", str(processes), "--num_machines", "1"]
@@ -57,8 +59,8 @@ def launch_options(processes: int, arguments: Sequence[str]) -> list[str]:
 
 
 def launch(processes: int, arguments: Sequence[str]) -> int:
-    """Run ``hfscale train`` in ``processes`` processes, without the launcher's own error report; return the
-    exit code.
+    """Run ``hfscale train`` in ``processes`` processes by ``accelerate launch``, and return the exit code. The
+    launcher's report of a failed process is suppressed, because the process prints its own error.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -85,7 +87,9 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
 
 
 def prepare_launch(processes: int) -> None:
-    """Set environment variables for ranks on this machine; refuse more ranks than there are GPUs."""
+    """Set the environment variables of processes that will be started on this machine; raise :class:`RecipeError` if
+    there are GPUs, but fewer than ``processes``.
+    """
     from .._compat.torch_device import accelerators
 
     gpus = accelerators().device_count()
@@ -106,8 +110,8 @@ def prepare_launch(processes: int) -> None:
 def job_file(
     kind: str, name: str, processes: int, gpus_per_node: int, arguments: Sequence[str]
 ) -> str:
-    """Return the job file of a cluster (one of :data:`KINDS`) that runs ``hfscale train`` with ``arguments``, one
-    process per GPU.
+    """Return the text of a job file for a cluster (``kind`` is one of :data:`KINDS`) that runs ``hfscale train`` with
+    ``arguments``, one process per GPU.
     """
     if gpus_per_node < 1 or (processes > gpus_per_node and processes % gpus_per_node):
         raise RecipeError(
@@ -126,8 +130,8 @@ def job_file(
 
 
 def _line(options: Sequence[str], nodes: int, rank: str, address: str) -> str:
-    """Return the launch command; ``rank`` and ``address`` are shell expressions for a node's rank and the
-    first node.
+    """Return the shell command that launches a run on one of ``nodes`` nodes. ``rank`` and ``address`` are shell
+    expressions for the node's rank and for the address of the first node.
     """
     if nodes == 1:
         return f"accelerate launch {shlex.join(options)}"

@@ -1,4 +1,6 @@
-"""Coordinate the processes of a run: choose the process that writes, wait for it, and report errors once."""
+"""Coordinate the processes of a run: run code on the main process while the others wait, gather values, and print an
+error that several ranks raise only once.
+"""
 
 import os
 import re
@@ -37,8 +39,8 @@ def is_main() -> bool:
 
 
 def on_main(work: Callable[[], None]) -> None:
-    """Call ``work`` on the main process while the other processes wait; raise its :class:`RecipeError` on all
-    processes.
+    """Call ``work`` on the main process while the other processes wait. If it raises :class:`RecipeError`, raise this
+    error on all processes.
     """
     failure: list[str | None] = [None]
     if is_main():
@@ -53,7 +55,7 @@ def on_main(work: Callable[[], None]) -> None:
 
 
 def gathered(value: T) -> list[T]:
-    """Return the values of all processes, gathered as Python objects, which every backend supports."""
+    """All-gather a picklable object: return the ``value`` of every process, by rank."""
     every = [value]
     if dist.is_initialized():
         every *= dist.get_world_size()
@@ -62,8 +64,8 @@ def gathered(value: T) -> list[T]:
 
 
 def peak_memory() -> int:
-    """Return the peak memory of the largest process in bytes: GPU memory, or resident memory without a GPU. Call it on
-    every rank.
+    """Return the peak memory, in bytes, of the process that needed most: GPU memory, or resident memory without a GPU.
+    Call it on every rank.
     """
     own = accelerators().max_memory_allocated() if accelerators().is_available() else 0
     unit = 1 if sys.platform == "darwin" else 1024
@@ -71,10 +73,12 @@ def peak_memory() -> int:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call ``main``. If it raises, print the error (errors of hfscale without a traceback), and end this process.
+    """Call ``main``. If it raises, print the error and end this process; errors of hfscale are printed without a
+    traceback.
 
-    Several ranks often fail with the same error. The first failed rank prints at once, and the launcher then ends the
-    other ranks, which wait before they print. If ranks are not connected yet, rank 0 prints first.
+    Several ranks often fail with the same error, which should be printed once. So the first failed rank prints at once,
+    and other ranks wait before they print; meanwhile the launcher ends them. Before ranks are connected, rank 0 counts
+    as the first.
     """
     try:
         main()

@@ -1,4 +1,6 @@
-"""Encode conversations with pictures by the base's processor; generate answers for the model card."""
+"""Encode conversations with pictures by the processor of a vision-language model, and let models answer samples for the
+model card.
+"""
 
 import io
 from collections.abc import Sequence
@@ -25,11 +27,12 @@ _PROMPT = 32  # prompt tokens taken from a text whose labels begin at its start
 def encode_pictures(
     data: DataRecipe, processor: Any, documents: Sequence[Document], use: str
 ) -> Columns:
-    """Encode conversations with pictures as columns. Conversations longer than ``data.sequence_length`` are left out.
+    """Encode conversations with pictures as columns of a data set; ``use`` names the rows in messages ("training").
+    Conversations that are longer than ``data.sequence_length`` tokens, or have no label, are dropped.
 
-    ``text`` is the rendering by the chat template, ``images`` are bytes, and ``labels`` belong to the tokens that the
-    processor makes of both. ``prompt`` is the rendering without the last turn; ``question`` and ``answer`` are the
-    words of the last two turns.
+    The columns are: ``text``, the conversation rendered by the chat template; ``images``, the pictures' files as bytes;
+    ``labels`` of the tokens into which the processor encodes text and pictures; ``prompt``, the conversation rendered
+    without its last turn; ``question`` and ``answer``, the text of the last two turns.
     """
     columns: Columns = {
         name: [] for name in ("text", "images", "labels", "prompt", "question", "answer")
@@ -78,7 +81,9 @@ def encode_pictures(
 
 
 def render(processor: Any, messages: Any, answer: bool = False) -> str:
-    """Return a conversation as text, with placeholders for pictures; ``answer`` adds the assistant's heading."""
+    """Render a conversation by the chat template as text, with placeholders for pictures; with ``answer``, the
+    generation prompt follows.
+    """
     return str(
         processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
     )
@@ -87,8 +92,8 @@ def render(processor: Any, messages: Any, answer: bool = False) -> str:
 def processed(
     processor: Any, texts: Sequence[str], images: Sequence[Sequence[Any]]
 ) -> dict[str, Tensor]:
-    """Return the forward pass's arguments that the processor makes of rendered texts and pictures, padded
-    on the right.
+    """Return the arguments of a forward pass that the processor makes from rendered texts and their pictures, padded on
+    the right.
     """
     start = getattr(processor.tokenizer, "bos_token", None)
     batch = processor(
@@ -110,8 +115,8 @@ def opened(image: bytes) -> Image.Image:
 def _labels(
     processor: Any, messages: Any, text: str, images: list[Any], train_on: str
 ) -> list[int]:
-    """Return labels of the assistant's turns, or of everything; a turn's tokens are those that it adds to the rendering
-    of the turns before it.
+    """Return labels for all tokens of a conversation with pictures. Only the assistant's turns have labels; with
+    ``train_on="all"``, all tokens except the first have labels.
     """
 
     def tokens(text: str, images: list[Any]) -> list[int]:
@@ -126,14 +131,14 @@ def _labels(
 
 
 def _text_of_turns(messages: Sequence[Any]) -> str:
-    """Return the text of the turns, leaving out pictures."""
+    """Return the text of several turns without their pictures."""
     return " ".join(
         part["text"] for part in _texts_and_pictures(messages) if part["type"] == "text"
     ).strip()
 
 
 def _texts_and_pictures(messages: Sequence[Any]) -> list[Any]:
-    """Return the texts and pictures of the turns, in order."""
+    """Return the content of several turns as one list of text and picture entries, in order."""
     contents = (message["content"] for message in messages)
     return [
         part
@@ -143,7 +148,9 @@ def _texts_and_pictures(messages: Sequence[Any]) -> list[Any]:
 
 
 def _bytes(image: Any, data: DataRecipe, where: str) -> bytes:
-    """Return a picture's bytes: read from a path relative to the data source, or from a record as the Hub stores it."""
+    """Return the bytes of a picture's file. ``image`` is a path relative to the data source, or the picture itself: a
+    dict with ``bytes``, or a PIL image, as Hub data sets yield them.
+    """
     if isinstance(image, str):
         source = Path(data.source)
         path = (source if source.is_dir() else source.parent) / image
@@ -160,7 +167,9 @@ def _bytes(image: Any, data: DataRecipe, where: str) -> bytes:
 
 
 class PictureRows(Rows):
-    """Provide rows of conversations with pictures; each microbatch is encoded by the processor when it is needed."""
+    """Provide conversations with pictures for training and evaluation. The processor encodes each microbatch only when
+    it is needed, since pixel values are large.
+    """
 
     def __init__(self, data: Dataset, processor: Any) -> None:
         super().__init__(data)
@@ -169,7 +178,9 @@ class PictureRows(Rows):
     def step(
         self, rows: list[int], size: int, counted: int | None = None
     ) -> list[dict[str, Tensor]]:
-        """Return the microbatches of a step; see :meth:`Rows.step`."""
+        """Encode ``rows`` as the microbatches of one step, of ``size`` rows each. Only the first ``counted`` rows
+        (default: all) have labels.
+        """
         number = len(rows) if counted is None else counted
         starts = range(0, len(rows), size)
         return [self._microbatch(rows[start : start + size], number - start) for start in starts]
@@ -189,8 +200,8 @@ class PictureRows(Rows):
 
 
 class Sample(NamedTuple):
-    """Hold a prompt (and its picture, if any), the expected answer, and the model's answers before and
-    after training.
+    """Hold a sample for the model card: a prompt with its picture, if any, the expected answer, and the model's answers
+    before and after training.
     """
 
     picture: bytes
@@ -202,9 +213,9 @@ class Sample(NamedTuple):
 
 @torch.no_grad()
 def answers(model: Any, reader: Any, data: Dataset, number: int) -> list[str]:
-    """Return the model's greedy answers to the first ``number`` rows; call it on every rank.
+    """Return the model's greedy answers to the prompts in the first ``number`` rows; call it on every rank.
 
-    ``reader`` is the processor, or the tokenizer, of the model.
+    ``reader`` is the model's tokenizer or processor.
     """
     texts: list[str] = []
     if not number:
@@ -235,7 +246,9 @@ def answers(model: Any, reader: Any, data: Dataset, number: int) -> list[str]:
 def samples(
     reader: Any, data: Dataset, before: Sequence[str], after: Sequence[str]
 ) -> list[Sample]:
-    """Return the model's answers together with their prompts and the expected texts."""
+    """Return samples for the model card: the model's answers ``before`` and ``after`` training, with their prompts and
+    expected answers.
+    """
     drawn = []
     for row, *said in zip(
         data.select(range(len(before))),
@@ -260,8 +273,9 @@ def samples(
 
 
 def _asked_and_wanted(row: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return a row's prompt and the expected text after it. The prompt ends where the labels begin, or in the middle of
-    a plain text.
+    """Return the tokens of a row's prompt, and the expected tokens after it, at most 24; of a packed row, those of its
+    first example. The prompt ends where the labels begin; if all tokens have labels, it is the first half, at most 32
+    tokens.
     """
     ids: Tensor = row["input_ids"]
     if "position_ids" in row:  # packed: the first example

@@ -1,4 +1,4 @@
-"""Check the paths that a run reads and writes before anything is loaded."""
+"""Check the paths that a run will read and write, before any model or data is loaded."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +9,9 @@ from .schema import FinetuneRecipe, Recipe, RecipeError
 
 
 def check_places(recipe: Recipe) -> None:
-    """Refuse a base that is not a checkpoint, and a base, adapter or earlier run that this run would overwrite."""
+    """Raise :class:`RecipeError` if the base model's path is not a checkpoint, or if this run would overwrite its base
+    model, its adapter, or an earlier run. Also check that the trackers are installed.
+    """
     if isinstance(recipe, FinetuneRecipe):
         _check_base(recipe)
     # A run that only writes a stored teacher writes nothing into its own directory.
@@ -48,7 +50,9 @@ def _check_base(recipe: FinetuneRecipe) -> None:
 
 
 def _check_earlier_run(recipe: Recipe) -> None:
-    """Refuse to overwrite an earlier run of this name, and refuse to resume a run with a different recipe."""
+    """Raise :class:`RecipeError` if an earlier run with the same name would be overwritten, or resumed with a recipe
+    that computes something else.
+    """
     directory = recipe.directory
     if recipe.saved_state is not None:
         path = directory / "recipe.yaml"
@@ -86,7 +90,9 @@ def _check_earlier_run(recipe: Recipe) -> None:
 
 
 def _decisive(recipe: Recipe) -> dict[str, object]:
-    """Return the recipe's keys that decide which numbers are computed, with their values."""
+    """Return the recipe's keys that influence the trained weights, with their values; other keys may change when a run
+    is resumed. Omitted are, for example, ``name``, ``parallel`` and ``training.log_every``.
+    """
     free = {"name", "replace", "parallel", "fallbacks", "save_check"}
     free |= {
         f"training.{name}" for name in ("log_every", "evaluate_every", "save_every", "memory_every")

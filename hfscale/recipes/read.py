@@ -22,9 +22,10 @@ AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 def read_recipe(
     recipe: str | Path, overrides: Sequence[str] = ()
 ) -> PretrainRecipe | FinetuneRecipe:
-    """Return the recipe at a path or of a shipped name, with overrides ``key=value`` applied.
+    """Read a recipe from the path of a YAML file, or by the name of a recipe that hfscale ships; ``overrides`` such as
+    ``training.steps=20`` replace its values.
 
-    A recipe with ``base`` is for fine-tuning, a recipe with ``model`` for pretraining.
+    A recipe with the key ``base`` fine-tunes, a recipe with the key ``model`` pretrains.
     """
     path = locate(recipe)
     given = {
@@ -47,8 +48,8 @@ def read_recipe(
 def load_recipe(
     schema: type[AnyRecipe], path: str | Path, overrides: Sequence[str] = ()
 ) -> AnyRecipe:
-    """Load a recipe of the given schema from a path or by a shipped name, with ``overrides``
-    (``"training.steps=20"``).
+    """Read a recipe of class ``schema`` from the path of a YAML file, or by the name of a recipe that hfscale ships;
+    ``overrides`` such as ``"training.steps=20"`` replace its values.
     """
     path = locate(path)
     without_value = [text for text in overrides if "=" not in text]
@@ -82,7 +83,7 @@ def shipped_recipes() -> dict[str, str]:
 
 
 def locate(recipe: str | Path) -> Path:
-    """Return the file of a recipe, given its path or the name of a shipped recipe."""
+    """Return the path of a recipe's YAML file, given this path, or the name of a recipe that hfscale ships."""
     path = Path(recipe)
     if path.is_file():
         return path

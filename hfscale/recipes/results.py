@@ -1,4 +1,4 @@
-"""Write the results of a run after training, with a model card."""
+"""Write the results of a run after training: weights, plots, and a model card."""
 
 import platform
 import shutil
@@ -28,7 +28,7 @@ from .trainer import Outcome, RecipeTrainer
 
 @dataclass(frozen=True)
 class Made:
-    """Describe a directory of weights that a run has written."""
+    """Describe one directory of weights that a run has written, for its model card."""
 
     kind: str  # ``full`` (all parameters were trained), ``adapter``, or ``merged``: base and adapter in one
     validation_loss: float  # validation loss of these weights
@@ -37,13 +37,13 @@ class Made:
 
     @property
     def directory(self) -> str:
-        """The directory's name inside the run's directory."""
+        """The name of the directory inside the run's directory: ``adapter`` or ``checkpoint``."""
         return "adapter" if self.kind == "adapter" else "checkpoint"
 
 
 def make_card(config: Any, recipe: Recipe, made: Made, **told: Any) -> ModelCard:
-    """Return the model card: the model, its data, its training, and the measurements. ``told`` holds further variables
-    of the card's template.
+    """Return the model card, which describes the model, its data, its training and the measurements. ``told`` holds
+    further variables that the card's template reads.
     """
     task = task_of(recipe.data)
     base = Path(recipe.base) if isinstance(recipe, FinetuneRecipe) else None
@@ -70,7 +70,7 @@ def make_card(config: Any, recipe: Recipe, made: Made, **told: Any) -> ModelCard
 
 
 def describe_source(data: DataRecipe) -> str:
-    """Return a description of the data source for the card, without directories of this machine."""
+    """Return a description of the data source for the model card, without paths of this machine."""
     library = f"Python {platform.python_version()}'s standard library"
     if data.source == "stdlib-docs":
         return f"questions about functions of {library} with their docstrings"
@@ -112,7 +112,7 @@ def _listed(values: Mapping[str, Any], *without: str) -> str:
 
 
 def _code(text: str) -> str:
-    """Return a text as one table cell of Markdown, each line formatted as code."""
+    """Format a text of several lines as one cell of a Markdown table, each line as code."""
     lines = (line.replace("|", "&#124;").replace("<", "&lt;") for line in text.splitlines())
     return "<br>".join(f"<code>{line}</code>" for line in lines if line.strip())
 
@@ -138,9 +138,11 @@ def finish(
     expected: Any,
     shown: Sequence[Sample],
 ) -> None:
-    """Write the weights, tokenizer, card, ``loss.png`` and ``recipe.yaml``, and ``experts.png`` of a mixture-of-experts
-    model; call it on every rank. The card compares the ``expected`` memory with the measured memory, and lists the
-    answers ``shown``.
+    """Write the weights, the tokenizer, the model card, ``loss.png`` and ``recipe.yaml`` of a finished run, and
+    ``experts.png`` for a mixture-of-experts model; call it on every rank.
+
+    The model card compares the ``expected`` memory with the measured memory, and lists the samples in ``shown``:
+    prompts with the model's answers before and after training.
     """
     directory, adapted = (
         recipe.directory,
@@ -185,7 +187,9 @@ def finish(
 
 
 def write_weights(model: Any, recipe: Recipe) -> Any:
-    """Write ``adapter/`` or ``checkpoint/``, or both if the recipe merges; return the model that was written last."""
+    """Write the trained adapter to ``adapter/``, or all weights to ``checkpoint/``; if the recipe sets ``merge``, write
+    the base merged with the adapter to ``checkpoint/``, too. Return the model that was written last.
+    """
     adapted = recipe if isinstance(recipe, FinetuneRecipe) and recipe.adapter else None
 
     def clear() -> None:  # otherwise weights of an earlier run could be taken for those of this run

@@ -1,4 +1,4 @@
-"""Arrange tokenized examples in rows of a data set, and make forward arguments of those rows."""
+"""Arrange tokenized examples as rows of a data set, and make a model's forward arguments from these rows."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -15,16 +15,18 @@ from torch.nn.utils.rnn import pad_sequence
 IGNORED = -100  # a token with this label does not count in the loss
 
 _PADDING = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0, "position_ids": 0}
-"""The columns that a model receives, with the value that pads each row on the right."""
+"""Arguments of the model's forward pass that a row may have, each with the value with which rows are padded on the
+right.
+"""
 Columns = dict[str, list[np.ndarray]]
 
 
 class Rows:
-    """Provide training or evaluation rows of any data format, from a data set in torch format.
+    """Provide the rows of a tokenized data set, in torch format, as microbatches for training or evaluation.
 
-    ``labels`` are missing if they equal ``input_ids``. Packed rows have ``position_ids``; in them each padding token is
-    an example of its own, without a label. Texts with one score each (pairs, classes) are padded with the token
-    ``padding``, by which the model finds where a row ends.
+    Rows without a column ``labels`` are trained on all their tokens. Packed rows have a column ``position_ids``; in
+    them, each padding token is a document of its own, without a label. Rows of preference pairs and of texts with
+    classes are padded with the token ``padding``, by which the model finds the end of a text.
     """
 
     texts = 1  # rows of a batch per row of the data set
@@ -42,7 +44,7 @@ class Rows:
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """Return the number of tokens of each row, without padding."""
+        """Return the number of tokens of each row, without padding; of a preference pair, the tokens of both texts."""
         names = [
             name for name in ("input_ids", "chosen", "rejected") if name in self._data.column_names
         ] or ["labels"]
@@ -50,7 +52,9 @@ class Rows:
         return sum(pyarrow.compute.list_value_length(table[name]).to_numpy() for name in names)  # type: ignore[return-value]
 
     def costs(self, pair: float) -> np.ndarray:
-        """Return the cost of each row, where a token costs 1 and each pair of tokens of one text costs ``pair``."""
+        """Return the computing cost of each row in units of one token's cost: 1 for each token, and ``pair`` for each
+        pair of tokens of the same text, because attention computes a score per pair.
+        """
         pairs = self.tokens.astype(float) ** 2
         # A text of n tokens has n^2 pairs, the sum of 2 p + 1 over its positions p < n. So the pairs of a packed row
         # are the same sum over all positions of the row.
@@ -62,8 +66,8 @@ class Rows:
 
     @cached_property
     def labels(self) -> np.ndarray:
-        """Return how many labels of each row count: one for a text with one score, else all except the
-        first token's.
+        """Return, for each row, the number of labels that count in the loss: 1 for a preference pair or a text with a
+        class; otherwise the row's labels, without its first token and ignored tokens.
         """
         if "labels" in self._data.column_names:
             return np.array(
@@ -79,8 +83,8 @@ class Rows:
         )
 
     def batch(self, rows: list[int]) -> dict[str, Tensor]:
-        """Return the arguments of one forward pass, with rows padded on the right. Labels are not shifted, because
-        transformers shifts them.
+        """Return the arguments of one forward pass over these rows, padded on the right. Labels are not shifted,
+        because transformers shifts them.
         """
         columns: dict[str, Any] = self._data[rows]
         batch = {}
@@ -98,8 +102,8 @@ class Rows:
     def step(
         self, rows: list[int], size: int, counted: int | None = None
     ) -> list[dict[str, Tensor]]:
-        """Return a step's microbatches of ``size`` rows each; only the first ``counted`` rows (default: all) count in
-        the loss.
+        """Return the microbatches of one step over these rows, of ``size`` rows each. Only the first ``counted`` rows
+        (default: all) count in the loss.
         """
         batch = self.batch(rows)
         first = self.texts * (len(rows) if counted is None else counted)
@@ -110,7 +114,7 @@ class Rows:
         return divided(batch, self.texts * size)
 
     def _filled(self, texts: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Pad texts that have one score each to the same length; return them with their attention mask."""
+        """Pad tokenized texts on the right to the longest one, and return them with their attention mask."""
         masks = [torch.ones_like(text) for text in texts]
         return {
             "input_ids": pad_sequence(list(texts), batch_first=True, padding_value=self._padding),
@@ -119,7 +123,9 @@ class Rows:
 
 
 class RowBatches(Sequence[dict[str, Tensor]]):
-    """Provide all rows in batches of ``size``, made on demand; the last batch is filled up with the first rows."""
+    """Provide all rows of several data sets as a sequence of batches of ``size`` rows, made on demand. The last batch
+    of each data set is filled up with rows from its beginning.
+    """
 
     def __init__(self, every: Sequence[Rows], size: int) -> None:
         self._starts = [(rows, at) for rows in every for at in range(0, len(rows), size)]
@@ -134,14 +140,14 @@ class RowBatches(Sequence[dict[str, Tensor]]):
 
 
 class PairRows(Rows):
-    """Provide preference pairs: preferred and rejected texts alternate, and ``counted`` tells for each text whether its
-    pair counts in the loss.
+    """Provide preference pairs as batches in which preferred and rejected texts alternate. The argument ``counted``
+    holds, for each text, whether its pair counts in the loss (``False`` for pairs that only fill up a batch).
     """
 
     texts = 2
 
     def batch(self, rows: list[int]) -> dict[str, Tensor]:
-        """Return a batch of pairs; see :meth:`Rows.batch`."""
+        """Return the arguments of one forward pass over these preference pairs, two padded texts per pair."""
         columns: dict[str, Any] = self._data[rows]
         texts = [
             text
@@ -155,17 +161,19 @@ class PairRows(Rows):
 
 
 class ClassRows(Rows):
-    """Provide texts with one class each, padded to the same length."""
+    """Provide texts with one class each as batches, padded on the right to the longest text."""
 
     def batch(self, rows: list[int]) -> dict[str, Tensor]:
-        """Return a batch of texts with classes; see :meth:`Rows.batch`."""
+        """Return the arguments of one forward pass over these texts, padded, with the number of a class as each text's
+        label.
+        """
         columns: dict[str, Any] = self._data[rows]
         return {**self._filled(columns["input_ids"]), "labels": columns["label"].clone()}
 
 
 def divided(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
-    """Split a step into microbatches of ``size`` rows. All have the same length, because a pipeline may split the step
-    again.
+    """Split the arguments of a step into microbatches of ``size`` rows. All microbatches have the same number of tokens
+    per row, so that a pipeline may split them again.
     """
     rows = len(batch["input_ids"])
     return [
@@ -175,8 +183,8 @@ def divided(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
 
 
 class Example(NamedTuple):
-    """Hold an example's tokens and labels. A label is the token itself, or :data:`IGNORED` if the token does not count
-    in the loss.
+    """Hold the tokens of a training example and a label for each: the token itself, or :data:`IGNORED` if the token
+    does not count in the loss.
     """
 
     input_ids: list[int]
@@ -184,9 +192,10 @@ class Example(NamedTuple):
 
 
 def cut(examples: Sequence[Example], length: int) -> tuple[list[Example], int, int]:
-    """Cut examples to ``length`` tokens, and drop examples that then have no label. Return the remaining examples, how
-    many were shortened, and how many were dropped. The label of an example's first token is always ignored, because
-    nothing predicts that token, also if another example precedes it in the row.
+    """Truncate examples to ``length`` tokens, and drop those that have no label left. Return the remaining examples,
+    the number of truncated ones among them, and the number of dropped ones.
+
+    The first token of each example gets no label: in a packed row, it would be predicted from the preceding example.
     """
     kept = []
     shortened = 0
@@ -199,8 +208,8 @@ def cut(examples: Sequence[Example], length: int) -> tuple[list[Example], int, i
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Assign examples to rows of ``capacity`` tokens: each example goes to the first row with enough room. Return the
-    indices of examples per row.
+    """Assign examples of these ``lengths`` to rows of ``capacity`` tokens: each example goes to the first row that has
+    enough room left. Return, for each row, the indices of its examples.
     """
     # A binary tree with at least as many leaves as examples. A leaf holds the room left in one row, and an inner node
     # the maximum of its leaves, so that the first row with enough room is found from the root.
@@ -220,8 +229,8 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def packed_rows(examples: Sequence[Example], length: int) -> Columns:
-    """Pack whole examples into rows. Positions restart at each example, so that transformers' attention stays within
-    it.
+    """Pack examples into rows of at most ``length`` tokens without splitting any. ``position_ids`` restart at each
+    example, by which transformers' attention keeps the examples of a row apart.
     """
     rows = first_fit([len(example.input_ids) for example in examples], length)
     return {
@@ -245,7 +254,7 @@ def packed_rows(examples: Sequence[Example], length: int) -> Columns:
 
 
 def separate_rows(examples: Sequence[Example]) -> Columns:
-    """Return rows of one example each, with an attention mask of ones, to be padded on the right."""
+    """Return columns of rows with one example each, not padded: tokens, labels, and an attention mask of ones."""
     return {
         "input_ids": [_joined([example.input_ids]) for example in examples],
         "labels": [

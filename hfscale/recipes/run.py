@@ -1,4 +1,4 @@
-"""Run a recipe from its model or base to its results."""
+"""Run a recipe: load or build the model, prepare the data, train, and write the results."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -32,8 +32,8 @@ AnyRecipe = PretrainRecipe | FinetuneRecipe
 
 
 def start(recipe: AnyRecipe, limit: float | None = None) -> None:
-    """Run a recipe in a single process, or as one rank of a launcher. ``limit`` is that of :func:`expect_memory`, in
-    GiB.
+    """Run a recipe in this process, which is the only one or one rank of several. If a rank is predicted to need more
+    than ``limit`` GiB of memory, raise :class:`RecipeError`.
     """
     if recipe.training.restarts:
         hfscale.restart_in_place(recipe.training.restarts)
@@ -45,7 +45,9 @@ def start(recipe: AnyRecipe, limit: float | None = None) -> None:
 
 
 def carry_out(recipe: AnyRecipe, limit: float | None = None) -> None:
-    """Pretrain or fine-tune according to the recipe; call it on every rank. ``limit``: see :func:`start`."""
+    """Pretrain or fine-tune according to the recipe; call it on every rank. If a rank is predicted to need more than
+    ``limit`` GiB of memory, raise :class:`RecipeError` before training.
+    """
     layout = layout_of(recipe)
     check_places(recipe)
     if isinstance(recipe, FinetuneRecipe) and recipe.teacher.write:
@@ -80,7 +82,9 @@ def carry_out(recipe: AnyRecipe, limit: float | None = None) -> None:
 
 
 def write_teacher(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> None:
-    """Store the teacher's predictions for all training and validation rows; call it on every rank."""
+    """Store a teacher's most probable tokens at every position of the training and validation rows; call it on every
+    rank.
+    """
     model = teacher_model(recipe, layout)
     tokenizer = reader_of(recipe)
     _, *data, _ = prepare(
@@ -105,7 +109,9 @@ def write_teacher(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> Non
 
 
 def teacher_model(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> Any:
-    """Return the teacher's model, in the layout ``teacher.parallel`` or else in the student's."""
+    """Load the teacher model of a distillation, in its own layout ``teacher.parallel``, or in the student's ``layout``
+    if the recipe sets none.
+    """
     asked = recipe.teacher
     own = hfscale.ParallelConfig(**asked.parallel) if asked.parallel else layout
     given: dict[str, Any] = {
@@ -120,7 +126,9 @@ def teacher_model(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> Any
 
 
 def options_of(recipe: Recipe) -> dict[str, Any]:
-    """Return the model options that a recipe sets, apart from the layout."""
+    """Return the keyword arguments of ``hfscale.from_pretrained`` and ``from_config`` that a recipe sets, such as
+    ``compile`` and ``memory``, without the layout.
+    """
     training = recipe.training
     names = [field.name for field in fields(Options) if hasattr(training, field.name)]
     options = {name: getattr(training, name) for name in names}
@@ -128,8 +136,8 @@ def options_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def load(recipe: AnyRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, Any]:
-    """Return the sharded model and its tokenizer or processor. A model to pretrain has random weights and
-    no tokenizer.
+    """Build the sharded model of a recipe, and load its tokenizer or processor. A model to pretrain gets random
+    weights, and ``None`` as its tokenizer.
     """
     built: dict[str, Any] = {
         "parallel": layout,
@@ -156,7 +164,9 @@ def load(recipe: AnyRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, Any]:
 
 
 def reader_of(recipe: FinetuneRecipe) -> Any:
-    """Return the tokenizer or processor of the base; it always has a padding token if the task needs one."""
+    """Load the tokenizer or processor of the base model. If the task needs padding and there is no padding token, the
+    end-of-text token becomes the padding token.
+    """
     task = task_of(recipe.data)
     reader = task.reader.from_pretrained(recipe.base)
     inner = getattr(reader, "tokenizer", reader)
@@ -166,7 +176,9 @@ def reader_of(recipe: FinetuneRecipe) -> Any:
 
 
 def config_of(recipe: PretrainRecipe) -> PreTrainedConfig:
-    """Return the config of the model to pretrain."""
+    """Build the config of the model to pretrain from the recipe's ``model`` section; raise :class:`RecipeError` for
+    unknown fields.
+    """
     family = recipe.model.family
     fields = {**vars(recipe.model), **recipe.model.options}
     if family not in CONFIG_MAPPING:
@@ -192,7 +204,9 @@ def config_of(recipe: PretrainRecipe) -> PreTrainedConfig:
 
 
 def adapter_of(recipe: FinetuneRecipe) -> Any:
-    """Return a PEFT config, or the path of a saved adapter; ``None`` if all parameters train."""
+    """Return the PEFT config of the adapter that the recipe describes, or the path of the saved adapter that it
+    continues; ``None`` if all parameters train.
+    """
     if not recipe.adapter or "path" in recipe.adapter:
         return recipe.adapter.get("path")
     fields = {name: value for name, value in recipe.adapter.items() if name != "method"}
@@ -201,7 +215,9 @@ def adapter_of(recipe: FinetuneRecipe) -> Any:
 
 
 def quantization_of(recipe: FinetuneRecipe | TeacherRecipe) -> BitsAndBytesConfig | str | None:
-    """Return the base's quantization config; ``None`` for a base that is not quantized or is dequantized when read."""
+    """Return the quantization config of the base or teacher model: bitsandbytes' config, or ``"as_stored"`` to keep the
+    checkpoint's quantized weights. Return ``None`` if weights are not quantized in memory.
+    """
     if recipe.quantization == {AS_STORED: True}:
         return AS_STORED
     return (

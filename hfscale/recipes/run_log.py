@@ -30,21 +30,25 @@ _KINDS = ("loss", "validation_loss", "merged_validation_loss")
 
 
 def resumes_of(recipe: Recipe) -> bool:
-    """Return whether any machine has a state to resume from. Call it on every rank, before :class:`RunLog` deletes
-    files.
+    """Return whether the run resumes: whether any machine has a saved state to resume from, and the recipe asks to
+    resume. Call it on every rank, before :class:`RunLog`, which deletes earlier files of a run that does not resume.
     """
     return any(gathered(recipe.saved_state is not None))
 
 
 class MemoryUntilWritten(hfscale.StatesInMemoryCallback):
-    """Keep the last states in memory after training ends: they are freed only when the results are written."""
+    """Keep the states that were saved in memory until the run's results are written; the parent class frees them as
+    soon as training ends.
+    """
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Keep the states: the parent class would free them here."""
+        """Do nothing; the parent class would free the states in memory at the end of training."""
 
 
 class RunLog(TrainerCallback):
-    """Write ``metrics.jsonl`` (and ``.csv``) on the main process. A run that does not resume deletes earlier files."""
+    """Write the run's metrics to ``metrics.jsonl`` (and ``metrics.csv``, if asked) on the main process. A run that does
+    not resume first deletes the metrics and states of an earlier run of the same name.
+    """
 
     def __init__(self, recipe: Recipe, resumes: bool) -> None:
         self.path = recipe.metrics
@@ -60,7 +64,7 @@ class RunLog(TrainerCallback):
             OmegaConf.save(OmegaConf.structured(recipe), recipe.directory / "recipe.yaml")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Remove metrics that a resumed run wrote after its saved state."""
+        """Delete metrics of steps after the saved state from which a run resumes, because it repeats these steps."""
         if not is_main():
             return
         for path in filter(Path.is_file, (self.path, self.experts)):
@@ -70,7 +74,7 @@ class RunLog(TrainerCallback):
             )
 
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Append a line of metrics to the file."""
+        """Append the newest metrics as a line to ``metrics.jsonl``."""
         record = {"step": state.global_step, **state.log_history[-1]}
         if is_main() and any(kind in record for kind in _KINDS):
             record.pop("epoch", None)
@@ -78,7 +82,9 @@ class RunLog(TrainerCallback):
                 stream.write(json.dumps(record) + "\n")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Write all metrics so far as a CSV table: one row per step, one column per metric."""
+        """Write all metrics so far to ``metrics.csv``, if the recipe asks for it: one row per step, one column per
+        metric.
+        """
         if not is_main() or not self._csv:
             return
         rows: dict[int, dict[str, Any]] = {}
@@ -92,7 +98,9 @@ class RunLog(TrainerCallback):
 
 
 class Profile(TrainerCallback):
-    """Profile some steps after the first two; write ``rank-N.json`` for Perfetto or TensorBoard."""
+    """Profile the steps that the recipe asks for, after the run's first two steps; write ``profile/rank-N.json`` for
+    Perfetto or TensorBoard.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         steps = steps_to_profile(recipe.profile, recipe.training.steps)
@@ -109,15 +117,15 @@ class Profile(TrainerCallback):
         )
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Start the profiler."""
+        """Start the profiler at the beginning of training."""
         self._profiler.start()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Advance the profiler by a step."""
+        """Tell the profiler that a step has ended."""
         self._profiler.step()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Write the rest of the profile."""
+        """Stop the profiler, which writes what it has recorded."""
         self._profiler.stop()
 
     def _write(self, profiler: Any) -> None:
@@ -126,7 +134,7 @@ class Profile(TrainerCallback):
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse trackers that are unknown or not installed, before anything is loaded."""
+    """Raise :class:`RecipeError` if an experiment tracker (``tensorboard``, ...) is unknown or not installed."""
     known = sorted([*INTEGRATION_TO_CALLBACK, "csv"])
     there = [*get_available_reporting_integrations(), "csv"]
     for name in names:
@@ -149,8 +157,8 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
 def plot_losses(
     metrics: Path, target: Path, title: str, name: str = "loss", task: Task | None = None
 ) -> None:
-    """Plot the metric ``name`` of training over the steps; with a ``task`` also the validation loss and the
-    baseline.
+    """Plot the metric ``name`` of the training log over steps. With a ``task``, also plot the validation loss and the
+    baseline that the task compares it with.
     """
     training, evaluation = read_metrics(metrics)
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")

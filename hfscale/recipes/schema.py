@@ -1,4 +1,4 @@
-"""Define the schema of a recipe: all its settings with their defaults."""
+"""Define the schema of a recipe: data classes of all its settings, with their default values."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,18 +31,18 @@ DTYPES = (
 
 COUNT: dict[str, Any] = {"least": 1}
 POSITIVE: dict[str, Any] = {"above": 0.0}
-"""Bounds that :func:`.checks.check_values` checks, in addition to ``choices``."""
+"""Metadata of fields whose values must be greater than 0; :func:`.checks.check_values` checks it."""
 
 
 class RecipeError(HFScaleError):
-    """Raised if a recipe asks for something impossible; the message tells what was asked, what was found and what to
-    do.
+    """Raised if a recipe cannot be run as written; the message says what the recipe asks for, what was found, and what
+    to change.
     """
 
 
 @dataclass
 class DataRecipe:
-    """Describe the data to train on."""
+    """Describe the data to train on: its source, format and columns, and how it is divided into sequences."""
 
     # ``stdlib`` (the source of the running Python's standard library), ``stdlib-docs`` (questions about its functions,
     # answered by their docstrings: chat, completion or pairs), a text file (documents are separated by blank lines), a
@@ -94,25 +94,29 @@ class DataRecipe:
 
     @property
     def is_stream(self) -> bool:
-        """Return whether rows are cut from one stream of text."""
+        """Return whether rows are intervals of all documents concatenated (separated by end-of-text tokens), so that a
+        row may begin or end inside a document.
+        """
         return self.format == "text" and self.packing is None
 
     @property
     def is_packed(self) -> bool:
-        """Return whether rows hold several examples, separated by their positions."""
+        """Return whether rows are packed: a row holds several whole examples, and positions restart at each example."""
         if self.packing is not None or self.images_column is not None:
             return bool(self.packing)
         return self.format in ("chat", "completion")
 
     @property
     def is_whole(self) -> bool:
-        """Return whether one row becomes several texts or pictures that must stay in the same microbatch."""
+        """Return whether a row of data becomes several texts or pictures in a batch, which must not be split between
+        microbatches.
+        """
         return self.format == "pairs" or self.images_column is not None
 
 
 @dataclass
 class TrainingRecipe:
-    """Describe how to train."""
+    """Describe how to train: steps, batch sizes, learning rate, precision, optimizer, evaluation and saved states."""
 
     steps: int = field(default=100, metadata=COUNT)  # optimizer steps
     # Sequences in one optimizer step, over all ranks.
@@ -164,7 +168,7 @@ class TrainingRecipe:
 
 @dataclass
 class ModelRecipe:
-    """Describe the model to pretrain; field names are those of its config."""
+    """Describe the model to pretrain by fields of its transformers config."""
 
     family: str = "llama"  # ``model_type`` of a decoder in transformers
 
@@ -181,7 +185,9 @@ class ModelRecipe:
 
 @dataclass
 class Recipe(OptionSections):
-    """Hold the settings that pretraining and fine-tuning have in common, in addition to :class:`OptionSections`."""
+    """Hold the settings that recipes for pretraining and for fine-tuning have in common. The base class holds the
+    sections that are options of :func:`hfscale.from_pretrained`, such as ``memory``.
+    """
 
     name: str = MISSING  # results go to ``runs/<name>``
     # Whether to replace the results of an earlier run of this name, which is refused otherwise.
@@ -205,27 +211,27 @@ class Recipe(OptionSections):
 
     @property
     def directory(self) -> Path:
-        """The directory of this run's results."""
+        """The directory to which this run writes its results: ``runs/NAME``."""
         return Path("runs") / self.name
 
     @property
     def metrics(self) -> Path:
-        """The file of the run's metrics."""
+        """The path of the run's file of metrics."""
         return self.directory / "metrics.jsonl"
 
     @property
     def expert_loads(self) -> Path:
-        """The file of the expert loads of a mixture-of-experts model."""
+        """The path of the file that records how many tokens each expert of a mixture-of-experts model got."""
         return self.directory / "experts.jsonl"
 
     @property
     def saved_state(self) -> Path | None:
-        """The directory of the state from which the run resumes; ``None`` for a new run."""
+        """The directory of saved states, if the run resumes from one; ``None`` if it starts from the beginning."""
         return self.directory / "state" if self.training.resume and self.has_state else None
 
     @property
     def has_state(self) -> bool:
-        """Return whether this machine has saved states of a run of this name, on disk or in memory."""
+        """Return whether this machine has a saved state of a run with this name, on disk or in memory."""
         state = self.directory / "state"
         begun = (state / RUN).exists() and (self.directory / "recipe.yaml").exists()
         if self.training.memory_every is not None and begun:
@@ -243,7 +249,9 @@ class PretrainRecipe(Recipe):
 
 @dataclass
 class TeacherRecipe:
-    """Describe a teacher model whose distributions replace labels in training: see :class:`hfscale.Teacher`."""
+    """Describe a distillation: its teacher model, whose predicted token distributions the student learns instead of
+    labels. See :class:`hfscale.Teacher`.
+    """
 
     base: str = ""  # the teacher's checkpoint: a directory, or a model id on the Hub
     stored: str = ""  # a directory that ``write`` has filled, to read instead of ``base``
@@ -289,10 +297,10 @@ class FinetuneRecipe(Recipe):
 
     @property
     def generates(self) -> bool:
-        """Return whether the model learns from texts that it generates."""
+        """Return whether the model trains on texts that it generates (GRPO, or distillation on the student's texts)."""
         return bool(self.rewards or self.trl)
 
     @property
     def distils(self) -> bool:
-        """Return whether the model learns from a teacher."""
+        """Return whether the model learns from a teacher model (distillation)."""
         return bool(self.teacher.base or self.teacher.stored)

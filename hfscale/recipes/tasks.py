@@ -1,4 +1,4 @@
-"""Define the task of each data format: its model class, loss, metrics and names."""
+"""Define the training task of each data format: the Auto class of its model, its loss, and its metrics."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +22,9 @@ from .schema import DataRecipe, RecipeError
 
 @dataclass(frozen=True)
 class Task:
-    """Define a task: its classes of transformers, loss, metrics and names."""
+    """Describe a training task: the transformers classes that load its model and its tokenizer or processor, its loss,
+    metrics, and names for the model card.
+    """
 
     auto_class: Any  # the Auto class of transformers that loads the model
     adapter: str = "CAUSAL_LM"  # PEFT's name of the task: ``task_type``
@@ -40,12 +42,16 @@ class Task:
 
     @property
     def baseline_key(self) -> str:
-        """The key of :attr:`baseline` in the metrics."""
+        """The key under which metrics hold the baseline, the loss of a trivial predictor to compare the validation loss
+        with.
+        """
         return self.baseline.replace(" ", "_")
 
 
 def _scores(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the scores of preferred texts, the scores of rejected texts, and which pairs count; texts alternate."""
+    """Return the reward model's scores of the preferred texts and of the rejected texts, which alternate in the batch,
+    and a mask of the pairs that count in the loss.
+    """
     scores = outputs.logits[:, 0].float()
     if len(scores) % 2:
         raise RecipeError(
@@ -56,7 +62,8 @@ def _scores(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Ten
 
 
 def preference(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the sum of ``-log sigmoid(chosen - rejected)`` over pairs, and the number of pairs.
+    """Return the reward-model loss, the sum of ``-log sigmoid(chosen - rejected)`` over preference pairs, and the
+    number of pairs.
 
     Bradley and Terry 1952; Ouyang et al. 2022, InstructGPT.
     """
@@ -65,13 +72,13 @@ def preference(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def preferred(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
-    """Count the pairs whose preferred text has the higher score."""
+    """Count the preference pairs whose preferred text has a higher score than the rejected text."""
     chosen, rejected, counted = _scores(outputs, batch)
     return ((chosen > rejected) & counted).sum()
 
 
 def classification(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Compute the summed cross entropy of the classes, and the number of texts that count."""
+    """Return the sum of the cross entropies of texts' classes, and the number of texts that count in the loss."""
     logits = outputs.logits.float()
     labels = batch["labels"].to(outputs.logits.device)
     return cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"), (
@@ -80,7 +87,7 @@ def classification(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tens
 
 
 def classified(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
-    """Count the texts whose own class has the highest logit."""
+    """Count the texts whose labelled class has the highest logit."""
     return (outputs.logits.argmax(-1) == batch["labels"].to(outputs.logits.device)).sum()
 
 
@@ -107,15 +114,15 @@ PICTURES = Task(AutoModelForImageTextToText, tag="image-text-to-text", reader=Au
 
 
 def task_of(data: DataRecipe) -> Task:
-    """Return the task of a recipe's data."""
+    """Return the training task that belongs to the data format of a recipe."""
     if data.images_column is not None:
         return PICTURES
     return {"pairs": PAIRS, "classes": CLASSES}.get(data.format, TEXT)
 
 
 def model_options(data: DataRecipe, pad_token_id: int | None) -> dict[str, Any]:
-    """Return arguments of ``from_pretrained``: the model class, and config fields of its head, such as
-    ``pad_token_id``.
+    """Return arguments of ``from_pretrained`` that the data format determines: the model's Auto class, and config
+    fields of a classification or reward head, such as ``num_labels`` and ``pad_token_id``.
     """
     task = task_of(data)
     given: dict[str, Any] = {} if task is TEXT else {"auto_class": task.auto_class}

@@ -1,4 +1,4 @@
-"""Configure ``hfscale.Trainer`` by a recipe: its rows, evaluation and metrics."""
+"""Train according to a recipe: a subclass of ``hfscale.Trainer`` with the recipe's batches, evaluation and metrics."""
 
 import time
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ from .tasks import Task, task_of
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold a run's measurements: losses in nats per label, tokens without padding, memory of the largest process in
-    bytes.
+    """Hold the measurements of a finished run. Losses are in nats per label, tokens exclude padding, and memory is the
+    peak, in bytes, of the process that needed most.
     """
 
     train_loss: float
@@ -49,7 +49,8 @@ class Outcome:
 class RecipeTrainer(hfscale.Trainer):
     """Train a model according to a recipe.
 
-    The loss is the model's or the task's, averaged over the labels of a step; it is logged next to a ``baseline``.
+    The loss is that of the recipe's task, or the model's own, averaged over all labels of a step. Evaluations log it
+    together with a ``baseline``, the loss of a trivial predictor.
     """
 
     def __init__(
@@ -99,7 +100,9 @@ class RecipeTrainer(hfscale.Trainer):
         )
 
     def fit(self) -> Outcome:
-        """Train from the beginning or from a saved state; call it on every rank. Return the measurements."""
+        """Train from the beginning, or from a saved state if the run resumes, and return the measurements. Call it on
+        every rank.
+        """
         self.args.eval_on_start = not self._resumes
         train_to_the_end(self, self._recipe, self._resumes)
         training, evaluation = (
@@ -120,7 +123,9 @@ class RecipeTrainer(hfscale.Trainer):
         )
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Collect microbatches until the last one of a step has come, then run the step."""
+        """Collect the microbatches that HF Trainer passes one by one. Run the whole step at its last microbatch and
+        return its loss; return 0 for the others.
+        """
         self._waiting_batches.append(inputs)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -134,11 +139,13 @@ class RecipeTrainer(hfscale.Trainer):
         )
 
     def measured(self, model: Any) -> tuple[float, float | None]:
-        """Measure a model on the validation rows, with steps of the same size as in training: see :func:`measure`."""
+        """Return the mean validation loss of a model, and its accuracy if the task has right answers. Steps have the
+        same size as in training: see :func:`measure`.
+        """
         return measure(model, self._task, self._rows_to_validate, self._microbatches, self._size)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Measure the loss on the validation rows, and log it together with the task's baseline."""
+        """Measure the validation loss, log it together with the task's baseline, and return these metrics."""
         loss, accuracy = self.measured(self.trained)
         metrics = {"validation_loss": loss, self._task.baseline_key: self._baseline}
         if accuracy is not None:
@@ -155,8 +162,8 @@ class RecipeTrainer(hfscale.Trainer):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Log a line of metrics. Training lines also get speed, memory, tokens and seconds so far, and the model's
-        metrics.
+        """Log a line of metrics. To lines with a training loss, add tokens per second, memory, tokens and seconds so
+        far, and the model's own metrics.
         """
         super().log(self._measured(logs) if "loss" in logs else logs, *args, **kwargs)
 
@@ -191,8 +198,8 @@ class RecipeTrainer(hfscale.Trainer):
 
 
 def train_to_the_end(trainer: Any, recipe: Recipe, resumes: bool) -> None:
-    """Train from the beginning or from a saved state; raise :class:`hfscale.Preempted` if a signal stops
-    the run early.
+    """Run the trainer, from a saved state if the run resumes. Raise :class:`hfscale.Preempted` if a signal stopped
+    training before the last step.
     """
     config = trainer.model.config
     use_cache = config.use_cache
@@ -206,7 +213,9 @@ def train_to_the_end(trainer: Any, recipe: Recipe, resumes: bool) -> None:
 
 
 def callbacks_of(recipe: Recipe, resumes: bool) -> list[TrainerCallback]:
-    """Return the callbacks that check and log a run."""
+    """Return the trainer's callbacks for a recipe: saved states in memory, watchdog and preemption, metrics, and
+    profiling.
+    """
     every = recipe.training.memory_every
     memory = [MemoryUntilWritten(every)] if every else []
     return [
@@ -218,7 +227,7 @@ def callbacks_of(recipe: Recipe, resumes: bool) -> list[TrainerCallback]:
 
 
 def optimizer_of(recipe: Recipe, model: Any) -> Any:
-    """Return the optimizer of a recipe."""
+    """Create the optimizer that a recipe names."""
     training = recipe.training
     return hfscale.create_optimizer(
         model,
@@ -236,7 +245,7 @@ def arguments_of(
     microbatches: int,
     size: int,
 ) -> dict[str, Any]:
-    """Return the fields of ``TrainingArguments`` for a recipe."""
+    """Return the recipe's settings as keyword arguments of ``TrainingArguments``."""
     training = recipe.training
     precision = runtime_of(model).options.around_products
     return {
@@ -268,37 +277,39 @@ def arguments_of(
 
 
 class Clock(TrainerCallback):
-    """Count the seconds of training, without evaluations and saves."""
+    """Measure the seconds spent in training steps, excluding evaluations and saves."""
 
     def __init__(self) -> None:
         self.seconds, self._since = 0.0, time.perf_counter()
 
     def count(self) -> None:
-        """Update :attr:`seconds`."""
+        """Add the time since the last call, or since the clock was restarted, to :attr:`seconds`."""
         now = time.perf_counter()
         self.seconds = self.seconds + now - self._since
         self._since = now
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Continue from the last line of a resumed run."""
+        """Start the clock; in a resumed run, from the seconds that the last logged line holds."""
         self.seconds = max(
             (record.get("seconds", 0.0) for record in state.log_history), default=0.0
         )
         self._since = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Count the step."""
+        """Add the time of the step that ended."""
         self.count()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Exclude the time since the last step."""
+        """Restart the clock, so that the time of an evaluation or a save is not counted."""
         self._since = time.perf_counter()
 
     on_save = on_evaluate
 
 
 class Watch(TrainerCallback):
-    """Run the recipe's checks during training: watchdog, preemption, and a trial save."""
+    """Stop cleanly when a signal announces preemption, start the watchdog, and try a save after the first step, each if
+    the recipe asks for it.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -307,7 +318,9 @@ class Watch(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
     ) -> None:
-        """Start to listen for signals, and start the watchdog."""
+        """Install signal handlers for preemption if the recipe saves states, and start the watchdog if the recipe sets
+        one.
+        """
         training = self._recipe.training
         if training.save_every:
             hfscale.preempted(model)
@@ -323,7 +336,9 @@ class Watch(TrainerCallback):
         optimizer: Any = None,
         **_: Any,
     ) -> None:
-        """Try a save after the first step, save and stop after a signal to stop, and log the last step."""
+        """After the first step, try a save if the recipe asks for it. After a signal, save and stop. After the last
+        step, log metrics.
+        """
         if self._check:
             self._check = False
             check = hfscale.check_save(model, optimizer.optimizer, self._recipe.directory)
@@ -339,7 +354,9 @@ class Watch(TrainerCallback):
 
 
 def rows_of(recipe: Recipe, data: Dataset, model: Any, tokenizer: Any) -> Rows:
-    """Return the rows of a recipe's data in the form that the model takes. ``tokenizer`` may be a processor."""
+    """Wrap a tokenized data set in the class that makes batches for its data format. ``tokenizer`` is the processor of
+    a vision-language model.
+    """
     if recipe.data.images_column is not None:
         return PictureRows(data, tokenizer)
     kind = {"pairs": PairRows, "classes": ClassRows}.get(recipe.data.format)
@@ -349,9 +366,11 @@ def rows_of(recipe: Recipe, data: Dataset, model: Any, tokenizer: Any) -> Rows:
 def measure(
     model: Any, task: Task, data: Rows, microbatches: int, size: int
 ) -> tuple[float, float | None]:
-    """Return the mean loss over all labels of ``data``, equal in every layout, and the fraction of right answers, if
-    the task counts them. Call it on every rank. A step has as many microbatches of ``size`` sequences as a training
-    step, so that every pipeline schedule that trains can also evaluate.
+    """Return the mean loss over all labels of ``data``, which does not depend on the layout, and the fraction of right
+    answers (``None`` if the task has no right answers). Call it on every rank.
+
+    ``microbatches`` and ``size`` (sequences per microbatch) are those of a training step, so that the pipeline schedule
+    that trains can also evaluate.
     """
     model.eval()
     loss = torch.zeros((), dtype=torch.float64)
@@ -377,7 +396,9 @@ def measure(
 def utilization(
     config: Any, recipe: Recipe, devices: int, tokens_per_second: float
 ) -> dict[str, float]:
-    """Return ``mfu``, the fraction of the devices' peak FLOPs that is used; empty if the peak is unknown."""
+    """Return ``{"mfu": ...}``: the model FLOPs utilization, the fraction of the devices' peak FLOPs that training uses.
+    Return an empty dict if the peak or the model's FLOPs are unknown.
+    """
     adapted = isinstance(recipe, FinetuneRecipe) and bool(recipe.adapter)
     told = recipe.training.peak_tflops
     peak = devices * (peak_flops() if told is None else 1e12 * told)
@@ -391,9 +412,10 @@ def utilization(
 def flops_per_token(config: Any, sequence_length: int, adapted: bool) -> float:
     """Return the FLOPs that training needs per token (Chowdhery et al. 2022, PaLM).
 
-    A forward pass needs ``2`` FLOPs per weight of the matrices that a token meets, and ``4 x width x tokens`` per layer
-    for attention. The backward pass needs twice as many, or once as many if ``adapted``, since frozen weights get no
-    gradients. Recomputed layers do not count.
+    A forward pass needs ``2`` FLOPs for each weight that multiplies the token, and ``4 x width x tokens`` FLOPs per
+    layer for attention, where ``width`` is that of all query heads. A backward pass needs twice as many, or the same
+    number if ``adapted`` (only adapters train), since frozen weights get no gradients. Activation recomputation is not
+    included.
     """
     shape = shape_of(config)
     weights = shape.layers * shape.active_weights + shape.table_weights

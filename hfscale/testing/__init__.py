@@ -1,4 +1,6 @@
-"""Prove a layout on any machine: pools of rank processes over gloo, parity with one process, counted communication."""
+"""Test layouts on any machine without GPUs: pools of rank processes that communicate by gloo, comparison of a layout
+with one process, and counts of collectives.
+"""
 
 from ..models.precision import keep_float64
 from .counting import Traffic, count_traffic

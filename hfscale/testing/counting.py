@@ -1,4 +1,4 @@
-"""Count collectives and their bytes at torch's dispatcher, whoever calls them."""
+"""Count the collectives of a rank and their bytes, whichever library calls them, at torch's dispatcher."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -15,17 +15,18 @@ from ..cost.model.traffic import ring_share
 
 @dataclass
 class Traffic:
-    """Hold the counts of the collectives of one rank."""
+    """Hold the number of calls and the bytes of each kind of collective that one rank has run."""
 
     calls: Counter[str] = field(default_factory=Counter)  # collective -> number of calls
     # collective -> bytes of its inputs (of an all-gather this rank's shard, of a reduce-scatter the full input)
     payload: Counter[str] = field(default_factory=Counter)
 
     def bytes_sent(self, ranks: int) -> float:
-        """Return the bytes that each of ``ranks`` ranks sends if every collective runs in a ring.
+        """Return the bytes that each rank sends for the counted collectives, if each collective runs as a ring over
+        ``ranks`` ranks.
 
-        This is ``2 (n-1)/n`` of an all-reduce's payload, ``n-1`` times an all-gather's, and ``(n-1)/n`` of a
-        reduce-scatter's or an all-to-all's payload.
+        With ``n`` ranks, a rank sends ``2 (n-1)/n`` of an all-reduce's payload, ``n-1`` times an all-gather's, and
+        ``(n-1)/n`` of a reduce-scatter's or an all-to-all's.
         """
         return sum(size * ring_share(name, ranks) for name, size in self.payload.items())
 
@@ -64,8 +65,8 @@ class _Counting(TorchDispatchMode):
 
 @contextmanager
 def count_traffic() -> Iterator[Traffic]:
-    """Count collectives inside the ``with`` block, including those in CPU backward passes (run on the
-    calling thread).
+    """Count the collectives that this rank runs inside the ``with`` block. Backward passes run on the calling thread,
+    so that their collectives on the CPU are counted, too.
     """
     traffic = Traffic()
     with _Counting(traffic), torch.autograd.set_multithreading_enabled(False):

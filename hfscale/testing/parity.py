@@ -1,4 +1,5 @@
-"""Measure parity: a layout computes the same as one process.
+"""Compare training in a layout with training in one process (parity): both must compute the same loss, gradients and
+weights.
 
 One process runs the *stock* model, without hfscale, on all microbatches of all ranks. The layout runs the same
 checkpoint on the same data. Loss, every gradient, the clipped norm and, after each step, every weight are compared in
@@ -39,16 +40,16 @@ Batch = dict[str, Tensor]
 
 
 def vocabulary_of(config: Any) -> int:
-    """Return a config's vocabulary size; if only a nested config has one, return the vocabulary size of the tiny test
-    models.
-    """
+    """Return the vocabulary size of a config's text model; 60, that of the tiny test models, if the config has none."""
     return int(getattr(text_config(config), "vocab_size", 60))
 
 
 def ragged_batch(
     generator: torch.Generator, vocabulary: int, rows: int, length: int, masked: bool
 ) -> dict[str, Tensor]:
-    """Return random tokens. About a third of the labels are ignored, and the second row is padded at its end."""
+    """Return a batch of random tokens with uneven labels: about a third of the labels are ignored, and the second row
+    ends with three padding tokens. With ``masked``, all labels are ignored.
+    """
     ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
     labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.35, -100)
     mask = torch.ones_like(ids)
@@ -64,7 +65,7 @@ def ragged_batch(
 
 @dataclass
 class Case:
-    """Describe one comparison: its model, data and options."""
+    """Describe one comparison of a layout with one process: the model's config, the data, and options of training."""
 
     config: PreTrainedConfig  # a tiny config of the stock model
     steps: int = 2  # optimizer steps
@@ -92,7 +93,9 @@ class Case:
     ] = ()  # tensors whose names end like this are not compared: counters that differ between data ranks
 
     def batches(self, batch_world: int) -> list[list[list[Batch]]]:
-        """Return batches ``[step][distinct batch][microbatch]`` with uneven labels: see :func:`ragged_batch`."""
+        """Return the batches of all steps as nested lists, by step, distinct batch and microbatch; microbatches have
+        uneven numbers of labels (:func:`ragged_batch`).
+        """
         generator = torch.Generator().manual_seed(11)
         vocabulary = vocabulary_of(self.config)
 
@@ -118,8 +121,8 @@ class Case:
         ]
 
     def reference_step(self, model: Any, step: list[list[Batch]]) -> list[Tensor]:
-        """Run forward and backward passes of the stock model on all microbatches; return the loss for each distinct
-        batch.
+        """Run forward and backward passes of the stock model on all microbatches of a step, whose entries are the
+        distinct batches. Return the step's loss once per distinct batch.
         """
         microbatches = [microbatch for rank in step for microbatch in rank]
         counts = [self.count(microbatch["labels"]) for microbatch in microbatches]
@@ -135,17 +138,19 @@ class Case:
         return [loss] * len(step)
 
     def count(self, labels: Tensor) -> int:
-        """Return the weight of a microbatch with these labels: its number of predicted tokens."""
+        """Return the weight of a microbatch in the mean loss of a step: its number of labels that are predicted."""
         return int((labels[:, 1:] != -100).sum())
 
     def layout_step(self, model: Any, microbatches: list[Batch]) -> Tensor:
-        """Run one step of the layout with this rank's microbatches; return the loss."""
+        """Run a training step of the layout on this rank's microbatches, without the optimizer, and return the loss."""
         return hfscale.train_step(model, microbatches)
 
 
 @dataclass
 class Parity:
-    """Hold the largest differences between layout and reference, relative to each reference tensor's largest entry."""
+    """Hold the largest differences between a layout and one process, each relative to the largest entry of the tensor
+    in one process.
+    """
 
     loss: float
     gradient: float
@@ -158,7 +163,7 @@ class Parity:
     worst_replica: str = ""
 
     def worst(self) -> float:
-        """Return the largest of all differences; infinite if replicas differ."""
+        """Return the largest of all relative differences; infinity if replicas of a parameter differ between ranks."""
         apart = float("inf") if self.replicas > 0 else 0.0
         return max(self.loss, self.gradient, self.norm, self.weight, self.saved, apart)
 
@@ -166,15 +171,17 @@ class Parity:
 def assert_layout_equal(
     case: Case, layout: ParallelConfig, pool: RankPool | None, tolerance: float = 1e-10
 ) -> Parity:
-    """Measure parity; fail if any difference exceeds ``tolerance``."""
+    """Compare a layout with one process of the stock model (:func:`measure_parity`); raise ``AssertionError`` if a
+    relative difference exceeds ``tolerance``.
+    """
     parity = measure_parity(case, layout, pool)
     assert parity.worst() <= tolerance, f"{layout.describe()} differs from one process: {parity}"
     return parity
 
 
 def measure_parity(case: Case, layout: ParallelConfig, pool: RankPool | None) -> Parity:
-    """Compare ``layout``, on the ranks of ``pool`` (``None``: in this process), with the stock model in
-    this process.
+    """Train the stock model in this process, and ``layout`` on the ranks of ``pool`` (``None``: in this process);
+    return the largest differences.
     """
     with tempfile.TemporaryDirectory(prefix="hfscale-parity-") as name:
         directory = Path(name)
@@ -207,8 +214,8 @@ def measure_parity(case: Case, layout: ParallelConfig, pool: RankPool | None) ->
 
 
 def _replicas_apart(directory: Path) -> tuple[float, str]:
-    """Return the largest difference between replicas of the same entry on different ranks (0 if all is right), and the
-    name of the tensor with this difference.
+    """Return the largest difference between ranks that hold the same entry of a parameter (0 if replicas are equal),
+    and the name of the parameter. ``directory`` has a file with the shards of each rank.
     """
     first: dict[str, Tensor] = {}
     worst = 0.0
@@ -228,8 +235,8 @@ def _replicas_apart(directory: Path) -> tuple[float, str]:
 
 
 def _portable(case: Case) -> Case:
-    """Return the case with a plain config if its config class came with a checkpoint: ranks could not
-    import the class.
+    """Return the case with a placeholder config if its config class was loaded from a checkpoint's own code, since
+    other processes could not import the class when they unpickle the case.
     """
     if type(case.config).__module__.startswith("transformers."):
         return case
@@ -259,7 +266,9 @@ def _prepare(model: Any, case: Case) -> Any:
 
 
 def _reference(case: Case, batch_world: int, directory: Path) -> None:
-    """Train the stock model; save its initial and final weights, and the results of every step."""
+    """Train the stock model in this process, and save to ``directory`` its initial and final weights and the results of
+    every step, to compare layouts with.
+    """
     torch.manual_seed(5)
     with make_float64():
         model = host_from_config(
@@ -305,8 +314,8 @@ def _reference(case: Case, batch_world: int, directory: Path) -> None:
 
 
 def _with_random_adapters(model: Any, case: Case, directory: Path) -> Any:
-    """Wrap ``model`` in stock PEFT with random adapters, and save it; new adapters compute nothing and would hide
-    errors.
+    """Wrap ``model`` in stock PEFT with randomly initialized adapters, and save the adapters. New adapters are
+    initialized to have no effect, so they would hide errors.
     """
     import peft
 
@@ -325,14 +334,16 @@ def _with_random_adapters(model: Any, case: Case, directory: Path) -> Any:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name as it is in the plan."""
+    """Return the name that a parameter of a PEFT model has in hfscale's plan: the stock name for parameters of the base
+    model.
+    """
     name = name.removeprefix("base_model.model.")
     adapted = any(part in name for part in NEW_WEIGHTS)
     return name if adapted else stock_name(name)
 
 
 def stored(directory: Path) -> dict[str, Tensor]:
-    """Return the tensors in a checkpoint's files."""
+    """Read all tensors of a checkpoint's safetensors files."""
     tensors: dict[str, Tensor] = {}
     for file in directory.glob("*.safetensors"):
         tensors.update(load_file(file))
@@ -340,7 +351,7 @@ def stored(directory: Path) -> dict[str, Tensor]:
 
 
 def _built(case: Case, layout: ParallelConfig, directory: str) -> Any:
-    """Build one rank's model in its initial state."""
+    """Build this rank's shard of the model from the saved initial weights."""
     start = Path(directory) / "start"
     adapter = str(Path(directory) / "adapter") if case.peft is not None else None
     later = adapter is not None and (
@@ -364,7 +375,9 @@ def _built(case: Case, layout: ParallelConfig, directory: str) -> Any:
 
 
 def run_rank(case: Case, layout: ParallelConfig, directory: str) -> Parity:
-    """Run one rank of :func:`measure_parity`."""
+    """Train the model on this rank in ``layout``, and return the largest differences from the results of one process,
+    which :func:`measure_parity` has saved in ``directory``.
+    """
     reference = torch.load(Path(directory) / "reference.pt", weights_only=False)
     model = _built(case, layout, directory)
     runtime = runtime_of(model)

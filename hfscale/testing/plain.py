@@ -1,7 +1,8 @@
-"""Measure parity for models with their own loss in a plain loop: ``loss = model(**batch).loss; loss.backward()``.
+"""Compare layouts with one process for models that compute their own loss, in a plain loop without ``train_step``:
+``loss = model(**batch).loss; loss.backward()``.
 
-For classification, masked tokens, translation, speech, and images. Such a loss is a mean over its batch; the loop
-averages over microbatches, and data-parallel ranks average over distinct batches.
+These are models for classification, masked tokens, translation, speech and images. Such a loss is a mean over its
+batch; the loop averages over microbatches, and data ranks average over distinct batches.
 """
 
 from collections.abc import Callable
@@ -17,13 +18,17 @@ Maker = Callable[["PlainCase", torch.Generator, int], Batch]
 
 
 def causal_lm(case: "PlainCase", generator: torch.Generator, length: int) -> Batch:
-    """Return tokens that are their own labels; used for masked LMs too, whose gradient does not need masked tokens."""
+    """Return random tokens whose labels are the tokens themselves. Masked LMs are tested with it, too, since comparing
+    their gradients does not require masked tokens.
+    """
     return ragged_batch(generator, vocabulary_of(case.config), case.rows, length, masked=False)
 
 
 @dataclass
 class PlainCase(Case):
-    """Define a case whose model computes its own loss, and which a plain loop trains."""
+    """Describe a comparison of a layout with one process in which a plain loop trains a model that computes its own
+    loss.
+    """
 
     # Makes a microbatch of a given length: a function of this module, or a similar one.
     make_batch: Maker = causal_lm
@@ -59,13 +64,15 @@ class PlainCase(Case):
         return total
 
     def loss_of(self, model: Any, batch: Batch) -> Tensor:
-        """Return the loss on which the loop calls ``backward``."""
+        """Return the loss of one microbatch, on which the plain loop calls ``backward``."""
         return model(**batch).loss
 
 
 @dataclass
 class OwnLossCase(PlainCase):
-    """Define a case that trains the model's own loss, a mean over rows or labels, by :func:`hfscale.train_step`."""
+    """Describe a comparison of a layout with one process in which :func:`hfscale.train_step` trains the model's own
+    loss, a mean over rows or labels.
+    """
 
     over: str = "rows"  # ``"rows"`` or ``"labels"``
 
@@ -74,18 +81,20 @@ class OwnLossCase(PlainCase):
     layout_step = Case.layout_step
 
     def count(self, labels: Tensor) -> int:
-        """Return the number of rows, or of labels that are not ignored."""
+        """Return the weight of a microbatch in the mean loss of a step: its number of rows, or of labels that are not
+        ignored.
+        """
         return len(labels) if self.over == "rows" else int((labels != -100).sum())
 
 
 def sequence_classification(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
-    """Return texts with one class each."""
+    """Return a microbatch of random texts with a random class for each."""
     labels = torch.randint(0, _classes(case), (case.rows,), generator=generator)
     return {**causal_lm(case, generator, length), "labels": labels}
 
 
 def token_classification(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
-    """Return texts with a class for most tokens."""
+    """Return a microbatch of random texts with a class for each token; about a third of the tokens have none."""
     batch = causal_lm(case, generator, length)
     return {
         **batch,
@@ -97,27 +106,29 @@ def token_classification(case: PlainCase, generator: torch.Generator, length: in
 
 
 def sequence_to_sequence(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
-    """Return texts with one shorter target text each."""
+    """Return a microbatch of random texts, each with a random target text that is two tokens shorter."""
     batch = causal_lm(case, generator, length)
     target = causal_lm(case, generator, length - 2)
     return {**batch, "labels": target["labels"]}
 
 
 def speech_to_text(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
-    """Return spectra of one full window (Whisper accepts no other length), with one text each."""
+    """Return a microbatch of random spectrograms, each of one full window (Whisper accepts no other length), with a
+    random text for each.
+    """
     shape = (case.rows, case.config.num_mel_bins, 2 * case.config.max_source_positions)
     features = torch.randn(shape, dtype=torch.float64, generator=generator)
     return {"input_features": features, "labels": causal_lm(case, generator, length)["labels"]}
 
 
 def image_classification(case: PlainCase, generator: torch.Generator, length: int) -> Batch:
-    """Return images with one class each."""
+    """Return a microbatch of random images with a random class for each."""
     labels = torch.randint(0, _classes(case), (case.rows,), generator=generator)
     return {"pixel_values": images(case.config, case.rows, generator), "labels": labels}
 
 
 def images(config: Any, rows: int, generator: torch.Generator) -> Tensor:
-    """Return random images of the size in a vision config."""
+    """Return random images ``[rows, channels, size, size]`` of the size that a vision config names."""
     shape = (rows, config.num_channels, config.image_size, config.image_size)
     return torch.randn(shape, dtype=torch.float64, generator=generator)
 

@@ -1,9 +1,9 @@
 """Run functions on a pool of rank processes that stays alive between tests.
 
-Importing torch and transformers takes seconds per process. So one server process imports them, every rank is forked
-from the server, and the ranks of each world size start once and then receive functions to run. Ranks rendezvous through
-a file, not a port. If a rank fails or a call times out, the pool reports the error of each failing rank and the stack
-of each other rank, and starts new ranks.
+Importing torch and transformers takes seconds per process. So one server process imports them once, and all ranks are
+forked from the server. The ranks of each world size start once, and then receive functions to run. Ranks rendezvous
+through a file, not a port. If a rank fails or a call times out, the pool reports the error of each failed rank and the
+stack of each other rank, ends them, and starts new ranks at the next call.
 """
 
 import faulthandler
@@ -38,19 +38,20 @@ PRELOADED = (
 
 
 class RankError(AssertionError):
-    """Raised if a function failed on some rank, or did not return in time."""
+    """Raised if a function raised an exception on some rank of a pool, or did not return in time."""
 
 
 class RankPool(AbstractContextManager["RankPool"]):
-    """Run functions on ``world`` processes in one process group.
+    """Run functions on ``world`` processes that form one process group.
 
     Args:
         world: number of ranks.
         timeout: seconds that one call of :meth:`run` may take.
         threads: torch threads per rank.
-        preload: modules that are imported once for all ranks.
-        backend: a function that runs on every rank, registers a backend other than gloo, and returns its name.
-        as_large: whether the small tensors of tests take the code paths of large tensors.
+        preload: names of modules that are imported once, before ranks are forked.
+        backend: a function that registers a communication backend on each rank and returns its name; gloo by default.
+        as_large: whether ranks overlap communication and computation for tensors of any size, so that the small tensors
+            of tests take the code paths of large ones.
     """
 
     def __init__(
@@ -89,11 +90,11 @@ class RankPool(AbstractContextManager["RankPool"]):
         return self._collect()
 
     def alone(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call ``function(*args)`` once, in this process."""
+        """Call ``function(*args)`` once, in the calling process and not on the ranks."""
         return function(*args)
 
     def close(self) -> None:
-        """Stop the ranks."""
+        """End the rank processes."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -187,8 +188,8 @@ class RankPool(AbstractContextManager["RankPool"]):
 def _take_over(
     path: list[str], environment: dict[str, str], directory: str, as_large: bool
 ) -> None:
-    """Set a rank's import path, environment and directory to those of the calling process; the server's are
-    outdated.
+    """Give a newly forked rank the import path, environment and working directory of the process that uses the pool;
+    the fork has those of the server, which started earlier.
     """
     sys.path[:] = path
     os.environ.clear()

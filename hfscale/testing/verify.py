@@ -1,6 +1,6 @@
-"""Train a tiny clone of a model in a layout and in one process, and compare both (``hfscale verify``).
+"""Train a tiny copy of a model in a layout and in one process, and compare both (``hfscale verify``).
 
-The comparison needs no GPU and no weights, and takes less than a minute.
+The comparison needs no GPU and no weights of the model, and takes less than a minute.
 """
 
 import re
@@ -61,7 +61,7 @@ MAX_LAYERS = 8
 
 @dataclass(frozen=True)
 class ParityCases:
-    """Describe how an extension verifies models of an Auto class."""
+    """Describe how an extension of hfscale makes and trains tiny models of an Auto class for ``hfscale verify``."""
 
     clone: Callable[..., Any]  # like :func:`hfscale.models.clone.tiny_clone`
     by_step: Callable[[Any], Case]  # the case for a clone that ``train_step`` trains
@@ -69,8 +69,8 @@ class ParityCases:
 
 
 def changes_for(config: PreTrainedConfig, auto_class: Any) -> dict[str, Any]:
-    """Return the config changes that make a clone fit its batches; raise for an Auto class that has no function for
-    batches.
+    """Return changes to the config of a tiny model that fit it to the random batches of its Auto class, such as a small
+    image size. Raise :class:`ConfigError` if there are no batches for this Auto class.
     """
     name = auto_class.__name__
     if name in added(_SLOT):
@@ -107,7 +107,9 @@ def changes_for(config: PreTrainedConfig, auto_class: Any) -> dict[str, Any]:
 
 
 def clone_for(config: PreTrainedConfig, auto_class: Any, layers: int, **changes: Any) -> Any:
-    """Return a tiny config of the same family; an extension with cases for the Auto class may make it."""
+    """Return a tiny config of the same model family with ``layers`` layers and the given ``changes``. If an extension
+    supports the Auto class, its function makes the config.
+    """
     cases: ParityCases | None = provided(_SLOT, auto_class.__name__)
     make = tiny_clone if cases is None else cases.clone
     try:
@@ -123,7 +125,9 @@ def clone_for(config: PreTrainedConfig, auto_class: Any, layers: int, **changes:
 
 
 def case_for(clone: PreTrainedConfig, auto_class: Any, planned: Plan) -> Case:
-    """Return the case to train: by ``train_step`` if that supports the model's loss, else by a plain loop."""
+    """Describe how to train the tiny model with config ``clone``: by ``train_step`` if it supports the model's loss,
+    else by a plain loop.
+    """
     if planned.loss is not None and auto_class.__name__ == "AutoModelForCausalLM":
         return Case(clone, auto_class=auto_class)
     cases: ParityCases | None = provided(_SLOT, auto_class.__name__)
@@ -139,7 +143,9 @@ def case_for(clone: PreTrainedConfig, auto_class: Any, planned: Plan) -> Case:
 
 
 def check_stock(case: Case) -> None:
-    """Run a forward and a backward pass of the stock clone; raise if transformers itself cannot train the clone."""
+    """Run a forward and a backward pass of the case's tiny model in stock transformers; raise :class:`ConfigError` if
+    transformers itself cannot train it.
+    """
     try:
         model = in_float64(
             case.auto_class.from_config(case.config, dtype=torch.float64, **case.hf_kwargs)
@@ -157,10 +163,13 @@ def check_stock(case: Case) -> None:
 
 
 def scale_down(layout: ParallelConfig) -> ParallelConfig:
-    """Return the layout scaled down to one machine, with all numbers of its pipeline set. Above :data:`MAX_RANKS`
-    ranks, every axis keeps at most two ranks, except that a pipeline from a file keeps its own number. If stages stay
-    the same, small numbers of microbatches and of layers per stage are kept; otherwise there are two microbatches per
-    pipeline rank, and a layer or two per stage.
+    """Return the layout scaled down so that it runs on one machine, with few microbatches and layers.
+
+    If the layout has more than :data:`MAX_RANKS` ranks, every axis keeps at most two, except the pipeline axis of a
+    schedule from a file. The number of microbatches is kept if the number of pipeline ranks is unchanged and it is at
+    most :data:`MAX_MICROBATCHES`; otherwise it becomes two per pipeline rank. A schedule from a file keeps its number.
+    ``stage_layers`` is dropped if the number of pipeline ranks changes; it becomes one or two layers per stage if it
+    has more than :data:`MAX_LAYERS` layers in total.
     """
     sizes: dict[str, Any] = {}
     from_file = str(layout.pipeline_schedule).endswith(".csv")
@@ -198,9 +207,15 @@ def verify(
     auto_class: Any = AutoModelForCausalLM,
     **hf_kwargs: Any,
 ) -> tuple[ParallelConfig, Parity]:
-    """Compare the layout, scaled down to one machine, with one process, on a tiny clone of the model. ``auto_class``
-    selects the clone's class, loss and batches. ``lora`` adds adapters to both models: ``all-linear``, or module names
-    joined by commas.
+    """Train a tiny copy of a model in a layout, scaled down to one machine, and in one process of stock transformers.
+    Return the scaled layout and the largest differences.
+
+    Args:
+        config: the model's config.
+        layout: the layout to verify.
+        lora: train LoRA adapters in both models: ``all-linear``, or names of modules joined by commas.
+        auto_class: the Auto class of the model, which determines its loss and batches.
+        hf_kwargs: further arguments of ``from_pretrained``.
     """
     if not layout.flushes:
         others = ", ".join(name for name in schedule_names() if schedule_of(name).flushes)
@@ -239,7 +254,9 @@ def verify(
 
 
 def _measure(case: Case, layout: ParallelConfig, pool: RankPool) -> Parity:
-    """Run the comparison; if a rank raised one of hfscale's own errors, raise it as :class:`ConfigError`."""
+    """Run the comparison of a layout with one process on the ranks of ``pool``. If a rank raised one of hfscale's own
+    errors, raise its message as :class:`ConfigError`.
+    """
     try:
         return measure_parity(case, layout, pool)
     except RankError as error:
@@ -250,7 +267,9 @@ def _measure(case: Case, layout: ParallelConfig, pool: RankPool) -> Parity:
 
 
 def _layers(config: PreTrainedConfig, layout: ParallelConfig) -> int:
-    """Return the clone's number of layers: enough for every kind of layer, and at least one per stage."""
+    """Return the number of layers of the tiny model: enough to have every kind of layer of the config (up to
+    :data:`MAX_LAYERS`), and at least one per pipeline stage.
+    """
     if layout.stage_layers is not None:
         return sum(layout.stage_layers)
     return max(
@@ -259,8 +278,8 @@ def _layers(config: PreTrainedConfig, layout: ParallelConfig) -> int:
 
 
 def _heads_that_fit(config: PreTrainedConfig, asked: int, tensor: int) -> dict[str, int]:
-    """Return changes to a clone's heads: divisible by ``tensor`` ranks, with fewer key heads if ``asked`` ranks exceed
-    the model's key heads.
+    """Return changes to a tiny config so that its heads can be sharded over ``tensor`` ranks. If the model has fewer
+    key/value heads than the ``asked`` number of tensor ranks, the tiny model gets fewer than ``tensor``, too.
     """
     fields = config.to_dict()
     if "num_key_value_heads" not in fields:
@@ -275,7 +294,7 @@ def _heads_that_fit(config: PreTrainedConfig, asked: int, tensor: int) -> dict[s
 
 
 def _experts_that_fit(config: PreTrainedConfig, ranks: int) -> dict[str, int]:
-    """Return changes to a clone's experts that make their number divisible by ``ranks``."""
+    """Return changes to a tiny config so that its number of experts is divisible by ``ranks``."""
     if EXPERTS % ranks == 0:
         return {}
     return {
@@ -284,7 +303,7 @@ def _experts_that_fit(config: PreTrainedConfig, ranks: int) -> dict[str, int]:
 
 
 def describe_pipeline(layout: ParallelConfig) -> str:
-    """Return a line such as ``zbv, 4 stages of 1, 1, 1, 1 layers on 2 pipeline ranks, 4 microbatches``."""
+    """Describe a pipeline: ``zbv, 4 stages of 1, 1, 1, 1 layers on 2 pipeline ranks, 4 microbatches``."""
     stages = layout.pp * int(layout.virtual_stages or 1)
     layers = ", ".join(map(str, layout.stage_layers or [1] * stages))
     return (
@@ -301,7 +320,16 @@ def render(
     lora: str | None = None,
     auto_class: str = "",
 ) -> str:
-    """Return the comparison as a table. ``auto_class`` is shown unless it is that of causal language models."""
+    """Return the table that ``hfscale verify`` prints.
+
+    Args:
+        config: the model's config.
+        asked: the layout to verify.
+        used: the layout that was compared, scaled down to one machine.
+        parity: the largest differences from one process.
+        lora: the modules with LoRA adapters, if any.
+        auto_class: the name of the Auto class to show in the title; empty for causal language models.
+    """
     rows = [
         ("loss", parity.loss, ""),
         ("worst gradient", parity.gradient, parity.worst_gradient),

@@ -1,1 +1,3 @@
-"""Training and evaluation steps, gradient clipping, preemption and the watchdog, in any layout."""
+"""Run training and evaluation steps in any layout; clip gradients; stop before a preemption; and report ranks that wait
+forever.
+"""

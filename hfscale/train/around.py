@@ -1,8 +1,9 @@
-"""Find trained parameters outside of a parallelized model: in a user's module around it, or in a PEFT prompt.
+"""Find trained parameters that the plan of a parallelized model does not include: those of a user's module that wraps
+the model, or of a PEFT prompt.
 
-No layout covers such parameters: ranks with different batches would each train their own copy, and no norm or save
-would include them. So over several ranks, the first step raises an error. In one process they train as in stock code,
-and are added to the plan (:mod:`.runtime.latecomers`).
+Over several ranks, they would train wrongly without an error: ranks with different batches would each train their own
+copy, and no norm or save would include them. So the first step raises an error. In one process they train as in stock
+code, and are added to the plan (:mod:`.runtime.latecomers`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +18,8 @@ from .runtime import Runtime
 
 
 def trained_around(runtime: Runtime, model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return trained parameters of ``model`` that do not belong to the parallelized model inside it, by name. In one
-    process, parameters that were added to the parallelized model later are returned, too.
+    """Return, by name, the trained parameters of ``model`` (a wrapper of the parallelized model, or the parallelized
+    model itself) that the parallelized model did not have when it was planned.
     """
     if late := runtime.latecomers():
         live = runtime.live_parameters()
@@ -35,7 +36,9 @@ def trained_around(runtime: Runtime, model: nn.Module) -> dict[str, nn.Parameter
 
 
 def refuse_loss_around(runtime: Runtime, model: nn.Module) -> None:
-    """Raise :class:`ConfigError` for a loss that a wrapper around the model computes, in any layout."""
+    """Raise :class:`ConfigError` if ``model`` is a wrapper that computes its own loss from the logits of the
+    parallelized model (PEFT's CPT), which no training step supports.
+    """
     if computes_loss(model):
         raise ConfigError(
             f"the loss must be the loss of {class_name(runtime.model)}, got PEFT's CPT, which computes another loss "
@@ -45,7 +48,9 @@ def refuse_loss_around(runtime: Runtime, model: nn.Module) -> None:
 
 
 def refuse_trained_around(runtime: Runtime, model: nn.Module) -> None:
-    """Raise :class:`ConfigError` for trained parameters outside of the model over several ranks."""
+    """Raise :class:`ConfigError` if a layout of several ranks trains a wrapper of the parallelized model that has
+    trained parameters of its own.
+    """
     layout = runtime.mesh.layout
     if layout.total_size == 1 or not (trained := trained_around(runtime, model)):
         return
@@ -58,8 +63,8 @@ def refuse_trained_around(runtime: Runtime, model: nn.Module) -> None:
 
 
 def refuse_without_around(runtime: Runtime, model: nn.Module, call: str, instead: str) -> None:
-    """Raise :class:`ConfigError`, in any layout, if ``call`` (a save) would omit trained parameters outside of the
-    model.
+    """Raise :class:`ConfigError` if the save named ``call`` would omit trained parameters that were added in or around
+    the model after it was built; ``instead`` is what the error recommends.
     """
     trained = list(trained_around(runtime, model))
     if trained:
@@ -70,8 +75,9 @@ def refuse_without_around(runtime: Runtime, model: nn.Module, call: str, instead
 
 
 def labels_around(runtime: Runtime, model: nn.Module, batch: Any) -> float | None:
-    """Return the number of labels of a step if PEFT prepends prompt tokens to each row, so that the row's first label
-    is predicted, too; ``None`` without such a prompt, or over several ranks, where the batch contains the prompt.
+    """Return the number of labels of a step if PEFT's prompt tuning runs in one process: PEFT prepends the prompt
+    inside the model, so that the first label of each row is predicted, too. Return ``None`` if there is no such prompt,
+    or if there are several ranks, since hfscale then adds the prompt to the batch itself.
     """
     if runtime.mesh.layout.total_size > 1 or not puts_tokens_in_front(model):
         return None

@@ -1,4 +1,4 @@
-"""Divide the rows of a step over data ranks and microbatches by their computing time."""
+"""Divide the rows of a step over data ranks and microbatches so that all ranks take about the same time."""
 
 from collections.abc import Sequence
 from numbers import Integral
@@ -24,9 +24,10 @@ def balanced_batches(
     padded: bool = True,
     **order: Any,
 ) -> BatchRebalanceSampler:
-    """Return a ``batch_sampler`` for this rank, whose batches vary in their number of rows so that they take equally
-    long on all data ranks. Times are estimated with the planner's seconds per token and per pair of tokens. A step has
-    the same rows in every layout, so its loss (the mean over all labels) does not change::
+    """Return a ``batch_sampler`` for this rank's data loader, whose batches have different numbers of rows, so that all
+    data ranks take about the same time. Times are estimated from the number of tokens (and, for attention, of pairs of
+    tokens) of each row. A step has the same rows in every layout, so its loss, the mean over all labels, does not
+    change::
 
         sampler = hfscale.balanced_batches(model, lengths, batch_size=64, microbatches=4)
         batches = iter(DataLoader(rows, batch_sampler=sampler, collate_fn=collate))
@@ -42,7 +43,7 @@ def balanced_batches(
             ``drop_last=False``, rows are repeated if an epoch's last step has too few rows for all ranks.
 
     Raises:
-        ConfigError: a step has fewer rows than all ranks have microbatches.
+        ConfigError: ``batch_size`` is less than ``microbatches`` times the number of data ranks.
     """
     runtime = runtime_of(model)
     mesh = runtime.mesh

@@ -1,13 +1,15 @@
-"""Distill a teacher into a student on the same ranks; the teacher has its own layout, precision and quantization.
+"""Distill a teacher model into a student model on the same ranks; the teacher has its own layout, precision and
+quantization.
 
 The teacher runs first, up to its output head. Its last hidden states, not its logits, are sent to the ranks that have
 the student's head. The teacher's head is copied to these ranks once, sharded over the vocabulary like the student's
-head::
+head. There, the logits of both models, and the divergence between them, are computed for a few rows at a time::
 
-    batches --teacher's layout--> hidden states [b, s, h] --rows and tokens of this rank--+--> chunks of rows: both
-    microbatches --student's layout--> hidden states of this rank's rows and tokens ------+    heads, divergence
+    batches --teacher's layout--> teacher's hidden states of this rank's tokens [b, s, h] --+--> both heads -->
+    microbatches --student's layout--> student's hidden states of the same tokens ----------+    divergence
 
-:mod:`hfscale.train.teacher` can store the teacher's output in files between the two models.
+:mod:`hfscale.train.teacher` can store the teacher's most probable tokens in files instead, so that the teacher runs
+before the student's training.
 """
 
 import hashlib
@@ -37,7 +39,9 @@ from .runtime.full_tensors import full_tensors, tensors_to_save
 
 
 class ModelTeacher:
-    """Compute a teacher's distributions with a model on the same ranks; see :class:`hfscale.Teacher`."""
+    """Compute the token distributions of a teacher model for a student model that trains on the same ranks; see
+    :class:`hfscale.Teacher`.
+    """
 
     def __init__(
         self,
@@ -69,7 +73,7 @@ class ModelTeacher:
         self._turns += self._turns[-1:] * (max(map(len, turns.values())) - len(self._turns))
 
     def check(self, runtime: Runtime) -> None:
-        """Raise :class:`ConfigError` for any model other than the student."""
+        """Raise :class:`ConfigError` unless ``runtime`` is that of the student for which this teacher was made."""
         if runtime is not self._student:
             raise ConfigError(
                 "teacher was made for another student: make hfscale.Teacher(teacher, model) for this student"
@@ -78,7 +82,9 @@ class ModelTeacher:
 
     @torch.no_grad()
     def signals(self, batch: Batch | Sequence[Batch]) -> list[tuple[Tensor, ...]]:
-        """Return the teacher's last hidden states ``[b, s, h]`` for each of this rank's batches; collective."""
+        """Run the teacher and return its last hidden states ``[b, s, h]`` for each of this rank's batches, each in a
+        tuple; collective.
+        """
         model = self._teacher.model
         itself = self._teacher is self._student
         signals = list[tuple[Tensor, ...]]()
@@ -99,7 +105,9 @@ class ModelTeacher:
     def objective(
         self, signals: Sequence[tuple[Tensor, ...]], counts: Sequence[Tensor]
     ) -> Objective:
-        """Return the objective of a step: the sum of divergences, each microbatch's divided by its count."""
+        """Return the loss of a distillation step: the sum, over microbatches, of the divergence from the teacher over
+        all labels, divided by the microbatch's entry in ``counts``. ``signals`` is the result of :meth:`signals`.
+        """
         pieces = len(counts) // len(signals)  # microbatches into which the schedule splits a batch
 
         def loss(called: Any, microbatch: Microbatch, index: int) -> Tensor:
@@ -113,9 +121,12 @@ class ModelTeacher:
     def loss(
         self, batch: Batch, divisor: Tensor | float | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return three values for one batch, for a loop that calls ``loss.backward()``: the loss, a sum over labels
-        divided by their number or ``divisor``; the sum of the entropies of the student's distributions; and the number
-        of labels.
+        """Compute the distillation loss of one batch for a loop that calls ``loss.backward()`` itself.
+
+        Returns:
+            three values: the loss, which is the sum of the divergences at all labels, divided by the number of labels,
+                or by ``divisor`` if given; the sum of the entropies of the student's distributions at these labels; and
+                the number of labels.
         """
         device = self._student.mesh.device
         if self._student.plan.stages is not None or self._student.mesh.layout.cuts_sequences:
@@ -139,7 +150,10 @@ class ModelTeacher:
         return loss, entropy.sum(), labels
 
     def _rows(self, signals: tuple[Tensor, ...], batch: Microbatch, piece: int) -> TaughtRows:
-        """Return the teacher's rows for a microbatch, the given ``piece`` of a batch."""
+        """Return what the loss needs of the teacher for one microbatch: its hidden states for the microbatch's tokens,
+        and its head. A schedule may split a batch into several microbatches; ``piece`` is the microbatch's index in its
+        batch.
+        """
         count = len(batch["labels"])
         own_tokens = self._student.context.own_tokens
         rows = slice(piece * count, (piece + 1) * count)
@@ -150,7 +164,10 @@ class ModelTeacher:
         return replace(self._head, hidden=hidden)
 
     def _own_batches(self, batch: Any) -> dict[int, Any]:
-        """Return the student's distinct batches that this rank's teacher runs on, by their index (``batch_rank``)."""
+        """Return the batches on which this rank runs the teacher, by the index of the student's distinct batch
+        (``batch_rank``). They are the batches of all ranks that run the teacher together with this rank, gathered from
+        these ranks.
+        """
         own = self._student.mesh.batch_rank
         group = self._teacher.mesh.sharing
         if group is None or set(self._turns) == {own}:
@@ -161,8 +178,8 @@ class ModelTeacher:
         return dict(every)
 
     def _copied_head(self) -> TeacherRows:
-        """Return the teacher's head for the student's vocabulary shard, on ranks with the student's head;
-        collective.
+        """Copy the teacher's head to the ranks that have the student's head, sharded over the vocabulary like the
+        student's head; collective.
         """
         runtime = self._teacher
         student = self._student
@@ -225,8 +242,9 @@ def scored(
     batch: Batch | Sequence[Batch],
     read: Callable[[Any, VocabularySlice], dict[str, Tensor]],
 ) -> list[Mapping[str, Tensor]]:
-    """Run a model's forward pass up to the head, and call ``read`` on each batch's lazy logits. Return the results, one
-    mapping per batch, on all of the model's ranks.
+    """Run a model's forward pass up to its head on the batches of a step, and call ``read`` on the logits of each
+    microbatch. The logits are lazy: only those that ``read`` uses are computed. Return the tensors that ``read``
+    returned, one mapping per batch, on all of the model's ranks.
     """
     kept, loss = KeptOutputs(runtime), loss_over_vocabulary(runtime)
     microbatches, count = prepare(runtime, batch, train=False)
@@ -243,7 +261,7 @@ def scored(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch a model to evaluation mode inside the ``with`` block."""
+    """Switch a model to evaluation mode inside the ``with`` block, and restore each module's mode afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -254,7 +272,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def vocabulary_of(runtime: Runtime) -> dict[str, Any]:
-    """Return properties that identify a model's vocabulary."""
+    """Return the properties of a model that must be equal in teacher and student: the size of the vocabulary, the shift
+    of labels, and a checksum of the tokenizer; also the model's name, for errors.
+    """
     loss = loss_over_vocabulary(runtime)
     name = runtime.model.name_or_path
     size = runtime.plan.by_name[f"{runtime.plan.head}.weight"].shape[0]
@@ -267,7 +287,9 @@ def vocabulary_of(runtime: Runtime) -> dict[str, Any]:
 
 
 def check_vocabulary(its: Mapping[str, Any], student: Runtime) -> None:
-    """Raise :class:`ConfigError` if a teacher's :func:`vocabulary_of` differs from the student's; collective."""
+    """Raise :class:`ConfigError` if the teacher's vocabulary, described by ``its`` (the result of
+    :func:`vocabulary_of`), differs from the student's. Call it on every rank.
+    """
     own = vocabulary_of(student)
     if its["vocabulary"] != own["vocabulary"] or its["shift"] != own["shift"]:
         raise ConfigError(
@@ -287,8 +309,8 @@ def check_vocabulary(its: Mapping[str, Any], student: Runtime) -> None:
 
 
 def loss_over_vocabulary(runtime: Runtime) -> StepLoss:
-    """Return the loss of a model; raise :class:`ConfigError` if it is not a loss over a vocabulary, or if a prompt is
-    prepended to the model's tokens.
+    """Return the loss function of a model for distillation. Raise :class:`ConfigError` if the model's loss is not a
+    cross entropy over a vocabulary, or if a trained prompt precedes its tokens.
     """
     if any(adapter.kept_in in IN_FRONT for adapter in runtime.plan.adapters):
         raise ConfigError(
@@ -309,7 +331,9 @@ def _computes_in(runtime: Runtime) -> torch.dtype:
 
 
 def _tokenizer_of(model: Any) -> str | None:
-    """Return a checksum of the vocabulary of the tokenizer in a model's checkpoint; ``None`` if it has no tokenizer."""
+    """Return a checksum of the vocabulary of the tokenizer that is saved with a model's checkpoint; ``None`` if no
+    tokenizer can be read.
+    """
     if not model.name_or_path:
         return None
     try:

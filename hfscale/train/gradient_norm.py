@@ -1,5 +1,5 @@
-"""Compute the global norm of gradients that are sharded over ranks, clip by this norm, and skip steps whose norm or
-loss is not finite. All ranks skip together; skipped steps are counted, and too many in a row raise an error.
+"""Compute the global norm of gradients that are sharded over ranks, clip gradients by this norm, and skip the steps
+whose norm or loss is NaN or infinite. All ranks skip the same steps; too many skipped steps in a row raise an error.
 """
 
 import math
@@ -24,8 +24,8 @@ _Gradient = tuple[ParameterPlan, Tensor]
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale gradients so that their global norm is at most ``max_norm``; return the norm before scaling.
 
-    Every parameter counts once, on whichever ranks its shards are; the result is the same scalar on every rank. The
-    formula is that of ``torch.nn.utils.clip_grad_norm_``.
+    The norm is that of the full model, although gradients are sharded over ranks; it is the same scalar on every rank.
+    The formula is that of ``torch.nn.utils.clip_grad_norm_``.
 
     Raises:
         ConfigError: ``max_norm`` is below 0, ``norm_type`` is not above 0, or one of the two is not a number.
@@ -47,7 +47,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 
 def _global_norm(runtime: Runtime, here: list[_Gradient], norm_type: float) -> Tensor:
-    """Reduce norms of sharded gradients over the axes that shard them, and then the total over pipeline stages."""
+    """All-reduce the norms of this rank's gradients ``here`` over the mesh axes that shard their parameters, and then
+    over pipeline stages; return the global norm.
+    """
     mesh = runtime.mesh
     infinite = norm_type == float("inf")
     operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
@@ -73,7 +75,9 @@ def _global_norm(runtime: Runtime, here: list[_Gradient], norm_type: float) -> T
 
 
 def _counted_by_axes(runtime: Runtime, here: list[_Gradient]) -> dict[_Axes, list[Tensor]]:
-    """Group the gradients that this rank counts by the axes that shard their parameter."""
+    """Group gradients by the mesh axes that shard their parameter. Of entries that several ranks hold, only one rank
+    includes its copy, so that the global norm contains each entry once.
+    """
     axes = {
         planned.name: tuple(cut.axis for cut in planned.cuts) for planned in runtime.plan.owned()
     }
@@ -91,7 +95,9 @@ def _counted_by_axes(runtime: Runtime, here: list[_Gradient]) -> dict[_Axes, lis
 def _joined_norm(
     grads: list[Tensor], norm_type: float, wide: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the largest norm of ``grads``, or the sum of their powers, as a scalar of dtype ``wide``."""
+    """Return the sum of the ``norm_type``-th powers of the gradients' norms, or for the infinity norm the largest norm,
+    as a scalar of dtype ``wide``.
+    """
     grads = [grad for grad in grads if grad.numel()]
     if not grads:
         return torch.zeros((), dtype=wide, device=device)
@@ -103,12 +109,13 @@ def _joined_norm(
 
 
 class BadStepError(HFScaleError, RuntimeError):
-    """Raised if too many steps in a row had a loss or gradients that were not finite."""
+    """Raised if the loss or the gradient norm was NaN or infinite in too many steps in a row."""
 
 
 @dataclass
 class BadSteps:
-    """Count steps that are not finite, and decide whether the optimizer may step::
+    """Decide whether the optimizer may step: not if the loss or the gradient norm is NaN or infinite. Count the skipped
+    steps::
 
         bad = hfscale.BadSteps(limit=10)
         loss = hfscale.train_step(model, batch)
@@ -118,13 +125,13 @@ class BadSteps:
         scheduler.step()
         optimizer.zero_grad()
 
-    Loss and norm are global values of the step and the model, equal on every rank, so all ranks make the same decision
-    without communication. The counts can be saved with :func:`hfscale.save_state`.
+    Loss and norm are those of the whole step and the full model, equal on every rank, so all ranks make the same
+    decision without communication. The counts can be saved with :func:`hfscale.save_state`.
 
     Attributes:
-        limit: number of bad steps in a row that raises an error.
+        limit: number of skipped steps in a row at which an error is raised.
         skipped: number of steps skipped so far.
-        in_a_row: number of steps skipped since the last good one.
+        in_a_row: number of steps skipped since the last step that was not skipped.
     """
 
     limit: int = 10
@@ -135,8 +142,8 @@ class BadSteps:
         check_count("limit", self.limit)
 
     def may_step(self, loss: Tensor | float, norm: Tensor | float) -> bool:
-        """Return whether loss and norm are finite; otherwise count the step, and raise :class:`BadStepError` at
-        ``limit``.
+        """Return whether loss and norm are finite, so that the optimizer may step. Otherwise count a skipped step, and
+        raise :class:`BadStepError` if ``limit`` steps in a row were skipped.
         """
         if math.isfinite(float(loss)) and math.isfinite(float(norm)):
             self.in_a_row = 0
@@ -152,10 +159,10 @@ class BadSteps:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts."""
+        """Return the numbers of skipped steps, for saving."""
         return {"skipped": self.skipped, "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the counts."""
+        """Restore the numbers of skipped steps that :meth:`state_dict` returned."""
         self.skipped = state["skipped"]
         self.in_a_row = state["in_a_row"]

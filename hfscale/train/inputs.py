@@ -1,4 +1,6 @@
-"""Prepare a step: check its microbatches, compare them between ranks, count valid labels, and copy to the device."""
+"""Prepare a step: check its microbatches, compare them between the ranks that must get the same batch, count the
+labels, and copy microbatches to the device.
+"""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -45,7 +47,9 @@ _NEAR = 0.93  # similarity from which an unknown name counts as misspelled
 
 
 def microbatches_of(batch: Batch | Sequence[Batch], routes: Any = None) -> list[dict[str, Any]]:
-    """Return the ``batch`` of a step, a mapping or a list of mappings, as dictionaries that include ``routes``."""
+    """Return the ``batch`` of a step, a mapping or a list of mappings, as a list of dictionaries. If ``routes`` (the
+    experts that each token is sent to, one tensor per batch) are given, add them to the dictionaries.
+    """
     listed: Any = [batch] if isinstance(batch, Mapping) else batch
     batches = (
         list(listed)
@@ -82,7 +86,9 @@ def microbatches_of(batch: Batch | Sequence[Batch], routes: Any = None) -> list[
 
 
 def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss) -> None:
-    """Raise :class:`ConfigError`, naming the argument, if the model or the step's loss cannot read a microbatch."""
+    """Check the arguments in a microbatch: their names, types, dtypes and shapes. Raise :class:`ConfigError`, which
+    names the argument, if the model or the step's loss does not accept it.
+    """
     names, takes_more = forward_arguments(stock_class(runtime.model).forward)
     if loss.needs_labels and batch.get("labels") is None:
         raise ConfigError(
@@ -154,7 +160,9 @@ def _check_value(name: str, value: Any, device: torch.device) -> None:
 
 
 def _check_shapes(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss) -> None:
-    """Check that tensors with an entry per token agree on rows and tokens; for causal language models, all tensors."""
+    """Raise :class:`ConfigError` unless labels, mask and positions in a microbatch have the same numbers of rows and
+    tokens as its token ids or embeddings.
+    """
     causal = runtime.loss is not None and runtime.loss.shift > 0
     ids = batch.get("input_ids")
     embeds = batch.get("inputs_embeds")
@@ -183,7 +191,9 @@ def _check_embeds(runtime: Runtime, embeds: Tensor) -> None:
 def _check_beside(
     batch: Mapping[str, Any], place: tuple[int, int], causal: bool, labelled: bool
 ) -> None:
-    """Check that labels, mask and positions have the numbers of rows and tokens in ``place``."""
+    """Raise :class:`ConfigError` unless labels, mask and positions in a microbatch have the shape ``place``, which is
+    (rows, tokens). Labels are checked if ``labelled``, positions if ``causal`` (the model is a causal language model).
+    """
     rows, tokens = place
     if tokens == 0 < rows:
         raise ConfigError(f"a batch of {rows} rows has no tokens: pass rows of at least one token")
@@ -221,9 +231,13 @@ def prepare(
     loss: StepLoss | None = None,
     routes: Any = None,
 ) -> tuple[list[Microbatch], Tensor]:
-    """Return the microbatches on this rank's device, and the number of valid labels for ``loss`` (by default the
-    model's loss) in the whole step, at least 1. Raise :class:`ConfigError` on every rank if any rank refuses its batch,
-    or if the model cannot be trained this way.
+    """Return the microbatches of a step on this rank's device, and the number of labels in the whole step, over all
+    ranks, that count for ``loss`` (by default the model's loss); at least 1.
+
+    ``train`` is whether it is a training step; ``routes`` holds the experts that tokens are sent to, if they are given.
+
+    Raises:
+        ConfigError: on every rank, if a check of the batch fails on any rank, or if the model cannot run this step.
     """
     mesh = runtime.mesh
     rows = list[Counts]()
@@ -260,7 +274,9 @@ def prepare(
 def _tell_what_is_hardly_meant(
     runtime: Runtime, loss: StepLoss, rows: Sequence[Counts], total: int
 ) -> None:
-    """Warn, on one rank, of probable mistakes in a batch that stock code accepts silently."""
+    """Warn of probable mistakes in a batch that stock code accepts silently: a mask that numbers documents, or a step
+    in which no label counts. Only one rank prints the warning.
+    """
     if runtime.mesh.speaks_for_batch and any(row.numbered for row in rows):
         tell_of_numbers()
     counts_labels = loss.needs_labels and loss.ignores
@@ -271,7 +287,9 @@ def _tell_what_is_hardly_meant(
 def _as_the_model_takes(
     model: nn.Module, microbatches: Sequence[Microbatch], device: torch.device
 ) -> list[Microbatch]:
-    """Return microbatches on the device, with document lengths for flash attention, and without a key/value cache."""
+    """Copy the microbatches to the device, and add the arguments that the model needs: boundaries of packed documents
+    for flash attention, and ``use_cache=False``.
+    """
     if any(each.by_positions for each in microbatches) and uses_flash_attention(model):
         microbatches = [
             each.like(with_document_lengths(each, model)) if each.by_positions else each
@@ -288,7 +306,9 @@ def _as_the_model_takes(
 def _agreed(
     runtime: Runtime, loss: StepLoss, batch: Batch | Sequence[Batch], train: bool, routes: Any
 ) -> tuple[list[Microbatch], list[Counts]]:
-    """Return the microbatches, checked and compared with the ranks that share them, and their counts."""
+    """Check the microbatches of a step, and compare them with the ranks that must get the same batch. Return the
+    microbatches, and the counts (labels and others) of each.
+    """
     executor = runtime.executor
     sharing = runtime.mesh.sharing
     agrees = executor.agrees(train)
@@ -314,7 +334,9 @@ def _agreed(
 
 
 def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
-    """Return the loss for which the step is normalized; raise :class:`ConfigError` for models that have no loss."""
+    """Return the loss whose labels are counted in a step: ``asked``, or else the model's loss. Raise
+    :class:`ConfigError` if the model has none that hfscale supports.
+    """
     loss = asked or runtime.loss
     if loss is None:
         raise ConfigError(
@@ -326,7 +348,9 @@ def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
 
 
 def _vocabulary(runtime: Runtime, batches: Sequence[Batch]) -> int | None:
-    """Return the vocabulary's size if input ids must be checked against it before ranks look them up, else ``None``."""
+    """Return the size of the vocabulary if a step must check that input ids are in it (a sharded embedding would not
+    fail for other ids); ``None`` if the check is not needed.
+    """
     shape = runtime.plan.lookup_shape
     ids = [batch.get("input_ids") for batch in batches]
     on_host = (
@@ -348,7 +372,9 @@ def _refuse_outside(runtime: Runtime, outside: int) -> None:
 
 
 def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> list[Microbatch]:
-    """Check the given batches and return the microbatches that go through the model."""
+    """Check the batches that a step was given, and return the microbatches that go through the model, into which a
+    pipeline may split the batches.
+    """
     for microbatch in given:
         check_microbatch(runtime, microbatch, loss)
     filled = [_without_gaps(runtime, microbatch) for microbatch in given]
@@ -375,8 +401,8 @@ def _with_prompt(runtime: Runtime, batch: Batch) -> Batch:
 
 
 def _without_gaps(runtime: Runtime, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``batch``, or, if it has no rows, padding with ignored labels, because the rank must join all
-    collectives.
+    """Return ``batch``, unless it has no rows. Then return rows of padding with ignored labels, because a rank without
+    rows must still join all collectives.
     """
     tokens = next(
         (
@@ -404,7 +430,9 @@ def _without_gaps(runtime: Runtime, batch: Mapping[str, Any]) -> Mapping[str, An
 
 
 def _padding_rows(name: str, value: Any, rows: int) -> Any:
-    """Return ``rows`` rows of padding, of at least two tokens, in place of a tensor without rows."""
+    """Return the argument ``name`` of a batch that has no rows, filled with ``rows`` rows of padding of at least two
+    tokens. Other values are returned unchanged.
+    """
     if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[0] > 0:
         return value
     _, length, *others = value.shape

@@ -1,4 +1,6 @@
-"""Collect the model's outputs of a step, gathered over sequence shards and pipeline stages."""
+"""Collect the outputs of the model in a step (logits, ...), gathered over sequence shards and sent from the last
+pipeline stage to all ranks.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,8 +17,8 @@ from .runtime.batches import Microbatch
 def from_last_stage(
     runtime: Runtime, made: Sequence[Mapping[Any, Tensor]]
 ) -> list[dict[Any, Tensor]]:
-    """Return the tensors that the last stage has ``made``, by key, on all ranks of its pipeline, detached;
-    collective.
+    """Broadcast the tensors that the last pipeline stage has ``made`` to all ranks of its pipeline, and return them by
+    key, detached; collective.
     """
     group = runtime.mesh.group("pp")
     stages = runtime.plan.stages
@@ -54,14 +56,14 @@ def _empty(kinds: Sequence[Mapping[Any, Any]], device: torch.device) -> list[dic
 
 
 class KeptOutputs:
-    """Keep a model's outputs other than its loss, by microbatch, on the rank that has the head."""
+    """Collect the outputs of a model in a step, except its loss, by microbatch, on the rank that has the head."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._kept: dict[int, dict[str, Tensor]] = {}
 
     def recording(self, mean: Objective) -> Objective:
-        """Return an objective that computes ``mean``, and also keeps the model's outputs."""
+        """Return a loss computation that equals ``mean``, and also keeps the model's outputs of each microbatch."""
 
         def loss(called: Any, batch: Microbatch, index: int) -> Tensor:
             assert self._runtime.loss is not None  # checked when the step was prepared
@@ -73,7 +75,9 @@ class KeptOutputs:
         return Objective(loss)
 
     def keep(self, output: Any, batch: Microbatch, index: int) -> None:
-        """Keep an output; if ranks have shards of its sequences, gather all tokens."""
+        """Keep the output of microbatch number ``index``; if its sequences are sharded over ranks, all-gather all
+        tokens first.
+        """
         # return_dict=False, with labels.
         named = dict(output) if isinstance(output, Mapping) else {"logits": output[1]}
         named.pop("loss", None)
@@ -86,7 +90,9 @@ class KeptOutputs:
         self._kept[index] = {name: gather(batch, value) for name, value in values.items()}
 
     def gathered(self, given: int) -> list[ModelOutput]:
-        """Return, on all stages, one output for each of ``given`` batches, joined from its microbatches; collective."""
+        """Return the outputs of each of the step's ``given`` batches, on all pipeline stages; outputs of the
+        microbatches into which a batch was split are concatenated. Collective.
+        """
         kept = [self._kept[index] for index in sorted(self._kept)]
         size = max(len(kept) // given, 1)
         groups = [kept[start : start + size] for start in range(0, len(kept), size)]

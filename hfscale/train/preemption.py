@@ -1,7 +1,7 @@
 """Stop all ranks after the same step when a signal announces that a machine will be preempted.
 
 The signal reaches processes at different moments, and some processes never (Slurm signals one process per node). So at
-the end of every step, an all-reduce of one number on the CPU tells all ranks whether any rank was signalled. A rank
+the end of every step, an all-reduce of one number on the CPU tells all ranks whether any rank got the signal. A rank
 that waits for a dead rank never reaches this all-reduce, so a thread ends its process after a time limit.
 """
 
@@ -26,7 +26,9 @@ _listener: "list[_Listener]" = []
 
 
 class Preempted(SystemExit):
-    """Raise this to end a process that got a stop signal, after its state was saved: exit code 75, "try again"."""
+    """End a process after a stop signal, with exit code 75 ("try again"). Raise it after the state was saved; see
+    :func:`preempted`.
+    """
 
     def __init__(self) -> None:
         super().__init__(CODE)
@@ -35,9 +37,9 @@ class Preempted(SystemExit):
 def preempted(model: nn.Module, *, patience: float = 20.0) -> bool:
     """Return whether any rank received SIGTERM or SIGUSR1, with the same answer on every rank; call it after each step.
 
-    The first call installs signal handlers, so make it before the first step. If a process got the signal but does not
-    call this function within ``patience`` seconds, because it waits for a dead rank, it ends with exit code 75. A
-    running save is not interrupted: the seconds then count from the save's end::
+    The first call installs signal handlers, so make it before the first step. A process that waits for a dead rank
+    cannot call this function. If a process got the signal and does not call it within ``patience`` seconds, it ends
+    with exit code 75. A running save is not interrupted: the seconds then count from the save's end::
 
         for step in range(start, steps):
             if hfscale.preempted(model):
@@ -65,7 +67,7 @@ def preempted(model: nn.Module, *, patience: float = 20.0) -> bool:
 
 
 class _Listener:
-    """Install signal handlers, and a thread that ends the process if nobody reacts to a signal."""
+    """Listen for stop signals, and end the process by a thread if the training loop does not react to one in time."""
 
     def __init__(self, patience: float) -> None:
         # told: whether a signal was received
@@ -121,6 +123,8 @@ class _Listener:
 
 
 def stop_listening() -> None:
-    """Restore the signal handlers that :func:`preempted` replaced, for a training loop that ends before its process."""
+    """Restore the signal handlers that :func:`preempted` replaced. Call it at the end of a training loop if the process
+    continues.
+    """
     while _listener:
         _listener.pop().close()

@@ -27,14 +27,14 @@ def train_step(
     routes: Tensor | Sequence[Tensor] | None = None,
     teacher: "ModelTeacher | None" = None,
 ) -> Tensor:
-    """Run forward and backward over this rank's batch, and leave reduced gradients in ``.grad``.
+    """Run forward and backward passes over this rank's batch, and add the gradients, reduced over ranks, to ``.grad``.
 
-    The loss is the mean over *all* valid labels of the step: every microbatch of every distinct batch is weighted by
-    its number of labels, however the step was divided. A model with its own loss is weighted by rows or by labels,
-    whichever its loss averages; ``print(plan)`` shows which. Losses that :class:`hfscale.RoutingConfig` adds are means
-    over the tokens of the step; they are in the gradients, but not in the returned loss (see
-    :func:`hfscale.expert_load`). Losses of layers in addition to the stock model are in both. Gradients are added
-    to ``.grad``.
+    The loss is the mean over *all* valid labels of the step, over all microbatches and all ranks, however the step is
+    divided into microbatches. For a model that computes its own loss, it is the mean over all rows or all labels,
+    whichever the model's loss averages over; ``print(plan)`` shows which. Losses that :class:`hfscale.RoutingConfig`
+    adds are means over the tokens of the step; they are in the gradients, but not in the returned loss (see
+    :func:`hfscale.expert_load`). Losses of layers that hfscale adds to the stock model (multi-token prediction) are in
+    both.
 
     Args:
         batch: the keyword arguments of one forward pass, including ``labels``, or a list of such batches (gradient
@@ -52,12 +52,13 @@ def train_step(
         num_items_in_batch: divisor of the sum over all valid labels of the step, the same on every rank; by default,
             the number of valid labels. Or a list with a divisor for each batch's sum: for batches of 10, 30, 20 and 20
             labels, ``[40, 120, 80, 80]`` gives the mean of the four means.
-        score_loss: your own loss of token scores: ``score_loss(scores, index)`` returns a scalar for the scores of a
-            microbatch (:class:`hfscale.TokenScores`) and its index in the list. The step's loss is the sum over
-            microbatches, averaged over the distinct batches. ``score_loss`` is called on the rank that has the head:
-            with pipeline stages, the last stage.
+        score_loss: your own loss of log-probabilities and entropies: ``score_loss(scores, index)`` returns a scalar.
+            ``scores`` holds these statistics of each token of a microbatch (:class:`hfscale.TokenScores`), ``index`` is
+            the microbatch's index in the list. The step's loss is the sum over microbatches, averaged over the distinct
+            batches. ``score_loss`` is called on the rank that has the head: with pipeline stages, the last stage.
         temperature: divisor of the logits for ``score_loss``.
-        routes: the experts of every token, one tensor for each batch: see :func:`hfscale.record_routes`.
+        routes: the experts that each token is sent to, to repeat earlier routing decisions, one tensor for each batch:
+            see :func:`hfscale.record_routes`.
         teacher: a :class:`hfscale.Teacher`; the loss of each label becomes the divergence from the teacher's
             distribution.
 
@@ -103,7 +104,9 @@ def _check_losses(
     temperature: float,
     teacher: "ModelTeacher | None",
 ) -> None:
-    """Raise :class:`ConfigError` if arguments of different losses are combined."""
+    """Raise :class:`ConfigError` if arguments of :func:`train_step` for different losses are combined, or if one has an
+    invalid value.
+    """
     if teacher is not None:
         _check_teacher(runtime, teacher, bool(loss_fn or score_loss or smoothing))
     if (loss_fn or score_loss) and runtime.plan.adds_loss:
@@ -143,8 +146,9 @@ def _refuse_beside(loss: str, names: str) -> None:
 def drain(model: nn.Module) -> Iterator[Tensor]:
     """Finish the microbatches that a schedule without a flush has in flight; do nothing with any other schedule.
 
-    With ``pipedream`` and ``pipedream_2bw``, a step returns the gradients of an earlier batch, so at the end of a run,
-    ``p - 1`` updates or one update are missing. Take these updates in a loop like the training loop::
+    With ``pipedream`` and ``pipedream_2bw``, a step returns the gradients of an earlier batch. So at the end of a run,
+    updates are missing: with ``pipedream`` one less than there are pipeline ranks, with ``pipedream_2bw`` one. Take
+    these updates in a loop like the training loop::
 
         for loss in hfscale.drain(model):
             hfscale.clip_grad_norm_(model, 1.0)
@@ -153,7 +157,7 @@ def drain(model: nn.Module) -> Iterator[Tensor]:
 
     Yields:
         the next batch's loss, when its gradients are in ``.grad``, equally often on every rank. ``train_step`` and this
-        loop together return the loss of each batch exactly once.
+            loop together return the loss of each batch exactly once.
     """
     yield from runtime_of(model).executor.drain()
 
@@ -169,8 +173,9 @@ def eval_step(
     return_outputs: bool = False,
     teacher: "ModelTeacher | None" = None,
 ) -> Any:
-    """Return the loss that :func:`train_step` would return, without gradients, in the model's current mode, and without
-    the losses of layers in addition to the stock model.
+    """Return the loss of a batch without computing gradients, normalized as in :func:`train_step`. The model's mode
+    (training or evaluation) does not change. Losses of layers that hfscale adds to the stock model (multi-token
+    prediction) are not included.
 
     Args:
         loss_fn, label_smoothing, num_items_in_batch, teacher: see :func:`train_step`.
@@ -218,7 +223,9 @@ def eval_step(
 def _divisors(
     count: Tensor, asked: float | Sequence[float] | None, microbatches: int
 ) -> list[Tensor]:
-    """Return the divisor of each microbatch's sum over labels; microbatches that were split from one batch share it."""
+    """Return, for each microbatch, the number by which its sum over labels is divided: ``count``, the number of labels
+    of the step, or the number that ``asked`` (the argument ``num_items_in_batch``) holds for its batch.
+    """
     if asked is None:
         return [count] * microbatches
     given = list(asked) if isinstance(asked, Sequence) and not isinstance(asked, str) else [asked]
@@ -232,9 +239,10 @@ def _divisors(
 
 
 def _divisor(asked: Any, count: Tensor, alone: bool) -> Tensor:
-    """Return one divisor, or 1 for a zero. A zero that is the only divisor (``alone``) of several labels raises
-    :class:`ConfigError`. A number on a device is not read, to avoid waiting: an invalid number then gives NaN instead
-    of an error.
+    """Return ``asked``, an entry of ``num_items_in_batch``, as a tensor to divide by; 1 if it is 0.
+
+    If it is the only entry (``alone``), it must not be 0 in a step with several labels: :class:`ConfigError` is raised.
+    A number on a device is not read, to avoid waiting: an invalid number then gives NaN instead of an error.
     """
     if isinstance(asked, Tensor) and asked.numel() == 1:
         if asked.device.type != "cpu":
@@ -261,8 +269,8 @@ def _objective(
     teacher: "ModelTeacher | None",
     signals: Any,
 ) -> Objective:
-    """Return the objective of the model's own loss, or of a teacher's loss: each microbatch's sum over its labels,
-    divided by the microbatch's divisor.
+    """Return the loss computation of a step: for each microbatch, the sum over its labels of the model's loss, or of
+    the divergence from a teacher, divided by the microbatch's divisor.
     """
     if teacher is not None:
         return teacher.objective(signals, divisors)
@@ -276,13 +284,13 @@ def _objective(
 
 
 def batch_rank(model: nn.Module) -> int:
-    """Return the index of the distinct batch that this rank gets: ``0 <= batch_rank < batch_world``."""
+    """Return which of the distinct batches of a step this rank gets, as an index: ``0 <= batch_rank < batch_world``."""
     return runtime_of(model).mesh.batch_rank
 
 
 def batch_world(model: nn.Module) -> int:
-    """Return the number of distinct batches of a step; ranks that share a batch (tensor ranks) share a
-    ``batch_rank``.
+    """Return the number of distinct batches in a step. Ranks that get the same batch (tensor ranks, for example) have
+    the same ``batch_rank``.
     """
     return runtime_of(model).mesh.batch_world
 
@@ -290,18 +298,18 @@ def batch_world(model: nn.Module) -> int:
 def metrics(model: nn.Module) -> dict[str, float]:
     """Return numbers about the training so far, for a log, the same on every rank, without communication.
 
-    Under ``mixed_precision="fp16"``: ``loss_scale``; ``steps_since_loss_scale_changed``; ``skipped_steps``, because a
-    gradient overflowed on some rank; ``step_was_skipped``, 1.0 if the last one was. With several ranks, from the 13th
-    step on, medians over about a minute: ``step_seconds``, and ``work_seconds/rank_N``, which excludes rank N's waits
-    for other ranks. In addition, features may add numbers (:meth:`hfscale.train.runtime.Part.metrics`). Otherwise the
-    result is empty.
+    Under ``mixed_precision="fp16"``: ``loss_scale``; ``steps_since_loss_scale_changed``; ``skipped_steps``, the number
+    of steps skipped because a gradient overflowed on some rank; ``step_was_skipped``, 1.0 if the last step was. With
+    several ranks, from the 13th step on, medians over about a minute: ``step_seconds``, and ``work_seconds/rank_N``,
+    which excludes rank N's waits for other ranks. Other options that are in use may add numbers
+    (:meth:`hfscale.train.runtime.Part.metrics`). Otherwise the result is empty.
     """
     runtime = runtime_of(model)
     return {name: value for part in runtime.parts for name, value in part.metrics(runtime).items()}
 
 
 def logged_metrics(model: nn.Module) -> dict[str, float]:
-    """Return the numbers of :func:`metrics` that a trainer logs together with the loss."""
+    """Return those numbers of :func:`metrics` that a trainer logs together with the loss."""
     runtime = runtime_of(model)
     logged = [part for part in runtime.parts if part.is_logged]
     return {name: value for part in logged for name, value in part.metrics(runtime).items()}

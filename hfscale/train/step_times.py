@@ -1,11 +1,11 @@
 """Find a slow rank: measure how long each rank works in a step, and how long it waits for other ranks.
 
-All ranks end a step together, so a step's time does not show which rank is slow. The times at which ranks enter a
-collective do, and torch's flight recorder records them (for sends and receives of pipelines:
-:func:`..distributed.ops.collectives.waiting`). At the end of a window of steps, ranks exchange these times. A rank
-waits in a collective until the last rank enters it; the rest of the step is the rank's own work. Medians over steps are
-compared, so that one long step (a save, a breakpoint) names no rank. On GPUs, these are times of the CPU, so a rank on
-which only the GPU is slow is not found.
+All ranks end a step together, so the duration of a step does not show which rank is slow. The times at which ranks
+enter a collective do show it: a rank waits in a collective until the last rank enters it, and the rest of the step is
+the rank's own work. Torch's flight recorder records these times (for sends and receives of pipelines:
+:func:`..distributed.ops.collectives.waiting`). At the end of a window of steps, ranks exchange them. Medians over steps
+are compared, so that no rank is named because of one long step (a save, a breakpoint). On GPUs, these are times of the
+CPU, so a rank on which only the GPU is slow is not found.
 """
 
 import logging
@@ -41,7 +41,7 @@ Told = tuple[list[float], list[Call], list[Span]]
 
 
 class StepTimes(Part):
-    """Measure training steps, and compare them between ranks at the end of each window."""
+    """Measure how long each rank works in training steps, and compare the ranks at the end of each window of steps."""
 
     def __init__(self) -> None:
         self._starts: list[float] = []
@@ -49,14 +49,14 @@ class StepTimes(Part):
         self._found: dict[str, float] = {}
 
     def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether there are several ranks."""
+        """Return whether there are several ranks to compare."""
         return runtime.mesh.layout.total_size > 1
 
     @contextmanager
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> Iterator[None]:
-        """Record the start of a step; after the last step of a window, compare ranks."""
+        """Record the start of a training step; at the end of a window of steps, compare ranks."""
         if train:
             self._starts.append(time.time())
         if len(self._starts) > self._length:
@@ -64,7 +64,9 @@ class StepTimes(Part):
         yield
 
     def metrics(self, runtime: Runtime) -> Mapping[str, float]:
-        """Return the seconds of a step in the last window, and the seconds that each rank worked and waited."""
+        """Return ``step_seconds``, the duration of a step, and ``work_seconds/rank_N``, the time that rank N has worked
+        in it: medians over the last window of steps.
+        """
         return self._found
 
     def _compare(self, runtime: Runtime) -> None:
@@ -96,8 +98,8 @@ class StepTimes(Part):
 
 
 def compared(every: Sequence[Told]) -> tuple[float, list[float]]:
-    """Return medians over steps: the seconds of a step, and the seconds that each rank worked (empty without
-    records).
+    """Return the median duration of a step, and the median time that each rank has worked in a step, in seconds.
+    ``every`` holds the times that each rank has recorded; if there are none, the result is ``(0.0, [])``.
     """
     last: dict[Any, float] = {}
     for _, calls, _ in every:
@@ -118,8 +120,8 @@ def compared(every: Sequence[Told]) -> tuple[float, list[float]]:
 
 
 def worked(waits: Iterable[Span], times: Sequence[float]) -> list[float]:
-    """Return, for each of ``times``, the seconds that a rank has worked since the first of ``times``: the elapsed time
-    without the rank's ``waits``, which may overlap.
+    """Return, for each of the moments ``times``, how many seconds a rank has worked since the first of them: the
+    elapsed time without the intervals ``waits`` in which it waited, which may overlap.
     """
     changes = [change for begin, end in waits for change in ((begin, 1), (end, -1))]
     seconds = list[float]()
@@ -142,7 +144,9 @@ def worked(waits: Iterable[Span], times: Sequence[float]) -> list[float]:
 
 
 def in_a_line(step: float, works: Sequence[float]) -> str:
-    """Return a text that names the slow rank; empty if no rank is slow."""
+    """Return a warning that names the slow rank; empty if no rank is slow. ``step`` is the duration of a step, and
+    ``works`` the time that each rank has worked in it, in seconds.
+    """
     slow = works.index(max(works))
     others = median([*works[:slow], *works[slow + 1 :]])
     waited = works[slow] - others

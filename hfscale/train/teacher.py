@@ -1,11 +1,12 @@
-"""Define teachers of a student: a model on the same ranks, or the most probable tokens that a model stored in files.
+"""Define the teacher of a distillation: a model on the same ranks, or the most probable tokens that a model has stored
+in files before::
 
-::
+    write:  batches --teacher's layout--> hidden states --head--> k most probable tokens --> DIR/00000.safetensors, ...
+    train:  microbatches --digest of each text--> the text's rows of the files --> divergence over k + 1 events
 
-    batches --teacher's layout--> chunks of rows: head, top k of all slices --> DIR/00000.safetensors, ... by data rank
-    microbatches --digest of each text's token ids--> its rows of the files --> divergence of k + 1 events
-
-A text is a row's input for its last label: the attended tokens before this label, and their positions if they restart.
+The ``k + 1`` events at a position are the ``k`` stored tokens, and any other token. A text is what a row of a batch
+gives the model to predict its last label: the attended tokens before this label, and their positions if positions
+restart.
 """
 
 import hashlib
@@ -40,7 +41,7 @@ _STORED = ("log_probs", "tokens", "rest")
 
 
 class TeacherWriter:
-    """Write a teacher's shards; see :meth:`hfscale.Teacher.write`."""
+    """Write the files of a stored teacher, one per group of batches (a shard); see :meth:`hfscale.Teacher.write`."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class TeacherWriter:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write the shards that are missing, one at a time on each data rank; collective."""
+        """Write the files (shards) that the directory lacks; each data rank writes one at a time. Collective."""
         mesh = self._runtime.mesh
         with all_or_none(mesh, f"{self._directory} cannot be written"):
             missing = mesh.all_gather_object(self._missing() if mesh.rank == 0 else None)[0]
@@ -98,7 +99,9 @@ class TeacherWriter:
                 mesh.all_gather_object(None, failure)
 
     def _missing(self) -> list[int] | str:
-        """Return the numbers of the missing shards, or a text with the reason why the directory cannot be written."""
+        """Return the numbers of the files (shards) that the directory lacks, or a text that says why it cannot be
+        written.
+        """
         path = self._directory / _ABOUT
         try:
             digests = "".join(digest for batch in self._batches for _, digest, _ in _texts(batch))
@@ -127,8 +130,8 @@ class TeacherWriter:
         ]
 
     def _shard(self, shard: int | None) -> dict[str, Tensor]:
-        """Return the tensors of a shard; a rank without a shard still runs forward passes, because other ranks gather
-        weights in them.
+        """Run the teacher on the batches of file number ``shard``, and return the file's tensors. With ``None``, the
+        forward passes still run, because other ranks gather weights in them, but there is nothing to return.
         """
         first = 0 if shard is None else shard * self._each
         columns: dict[str, list[Tensor]] = {name: [] for name in _STORED}
@@ -160,7 +163,9 @@ class TeacherWriter:
         }
 
     def _read(self, logits: Any, vocabulary: VocabularySlice) -> dict[str, Tensor]:
-        """Return the top tokens of every position, a chunk of rows at a time."""
+        """Return the most probable tokens of every position with their log-probabilities, and the log of the remaining
+        probability. Logits are computed for a few rows at a time.
+        """
         hidden = logits.hidden
         rows = hidden.reshape(-1, hidden.shape[-1])
         shape = hidden.shape[:-1]
@@ -175,7 +180,7 @@ class TeacherWriter:
 
 
 class StoredTeacher(ModelTeacher):
-    """Read a teacher's distributions from files; see :meth:`hfscale.Teacher.stored`."""
+    """Read a teacher's most probable tokens from files, for a distillation; see :meth:`hfscale.Teacher.stored`."""
 
     def __init__(self, directory: Path, student: nn.Module, beta: float) -> None:
         check_number("beta", beta, least=0, most=1)
@@ -215,7 +220,10 @@ class StoredTeacher(ModelTeacher):
                 self._places[bytes(digest).hex()] = file, start, stop
 
     def signals(self, batch: Batch | Sequence[Batch]) -> list[tuple[Tensor, ...]]:
-        """Return the stored tensors ``[b, s, k]``, ``[b, s, k]`` and ``[b, s]`` of each batch; collective."""
+        """Read what is stored for the texts of each batch: log-probabilities ``[b, s, k]`` of the ``k`` most probable
+        tokens, their ids ``[b, s, k]``, and the log of the remaining probability ``[b, s]``. Ranks without the
+        student's head read nothing. Collective.
+        """
         given = microbatches_of(batch)
         try:
             texts = [_texts(each) for each in given]
@@ -266,11 +274,12 @@ class StoredTeacher(ModelTeacher):
 
 
 class Teacher(ModelTeacher):
-    """Teach a student the distribution of every labelled token, by a divergence over the full vocabulary.
+    """Teach a student model to predict the token distributions of a teacher model. The loss is a divergence over the
+    full vocabulary at every label.
 
-    The loss is the generalized Jensen-Shannon divergence (Agarwal et al. 2024) of logits divided by ``temperature``:
-    forward KL at ``beta=0``, reverse KL at ``beta=1``. Create the object on every rank. It copies the teacher's head,
-    so the teacher must not train.
+    It is the generalized Jensen-Shannon divergence (Agarwal et al. 2024) of logits divided by ``temperature``: forward
+    KL at ``beta=0``, reverse KL at ``beta=1``. Create the object on every rank. It copies the teacher's head, so the
+    teacher must not train.
 
     Args:
         model: a parallelized causal language model, in any layout of these ranks. Or the student itself, if only its
@@ -295,14 +304,16 @@ class Teacher(ModelTeacher):
     ) -> None:
         """Store a model's ``top_k`` most probable tokens of every position, for :meth:`stored`; call it on every rank.
 
-        A run that was interrupted continues after the last complete shard.
+        If it was interrupted, a further call continues after the last complete file.
 
         Args:
             model: a parallelized causal language model, in any layout.
             batches: all batches, with ``labels``, the same on every rank; data ranks divide them.
             directory: the directory for ``teacher.json`` and a safetensors file for every ``batches_per_shard``
                 batches.
+            top_k: the number of tokens to store at each position.
             temperature: divisor of the logits.
+            batches_per_shard: the number of batches per file.
         """
         TeacherWriter(
             runtime_of(model), batches, Path(directory), top_k, temperature, batches_per_shard
@@ -315,9 +326,9 @@ class Teacher(ModelTeacher):
         *,
         beta: float = 0.5,
     ) -> StoredTeacher:
-        """Return a teacher that reads the files of :meth:`write`, with the temperature of the files. Its loss is the
-        divergence of ``top_k + 1`` events: the stored tokens, and any other token. Texts are found by their token ids,
-        in any order of rows.
+        """Return a teacher that reads the files that :meth:`write` has stored, with the temperature that was used
+        there. The loss is the divergence over ``top_k + 1`` events at each position: the stored tokens, and any other
+        token. Texts are found by their token ids, in any order of rows.
 
         Raises:
             ConfigError: the student has another vocabulary, or files are missing. Later, in a step, on all ranks: a
@@ -327,8 +338,8 @@ class Teacher(ModelTeacher):
 
 
 def _texts(batch: Mapping[str, Any]) -> list[tuple[int, str, Tensor]]:
-    """Return, for every row with a label: the row's index, a digest of the row's text, and the positions of the text's
-    tokens in the row.
+    """Return, for every row of a batch that has a label: the row's index, a digest of its text (the tokens from which
+    labels are predicted), and the positions of the text's tokens in the row.
     """
     ids, labels, mask, positions = (
         batch.get(key) for key in ("input_ids", "labels", "attention_mask", "position_ids")

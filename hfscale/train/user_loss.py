@@ -1,8 +1,9 @@
-"""Run users' losses: of token scores, which are averaged, and of the model's outputs, which are summed and then
-divided.
+"""Run steps with users' losses: ``score_loss``, a function of tokens' log-probabilities and entropies, which is
+averaged over batches; and ``loss_fn``, a function of the model's outputs that returns a sum and a count.
 
-The divisor of a loss of outputs is known only after the last microbatch of the last rank. Gradients are linear in the
-loss, so a step runs the backward pass of the sums, and divides gradients and loss afterwards::
+The count of the whole step, by which the sum of ``loss_fn`` is divided, is known only after the last microbatch of the
+last rank. Gradients are linear in the loss, so a step runs the backward pass of the sums, and divides gradients and
+loss afterwards::
 
     microbatch --model, without labels--> outputs --loss_fn--> (sum, count)
     sums --backward, reductions of every axis--> .grad --divided by the count of the whole step--> .grad
@@ -30,16 +31,20 @@ from .runtime.writing import sum_or_raise
 
 Value = TypeVar("Value")
 LossOfScores = Callable[[TokenScores, int], Tensor]
-"""Compute the loss of a microbatch, a scalar, from its scores and its index in the step."""
+"""A user's loss of one microbatch, a scalar, computed from statistics of its tokens and from its index in the step."""
 LossOfOutputs = Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor | float]]
-"""Compute the sum of a microbatch's losses, and their number, from the model's outputs and the microbatch."""
+"""A user's loss of one microbatch, computed from the model's outputs and the microbatch: the sum of its losses, and
+their number.
+"""
 _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
 
 class UserFunction:
-    """Call a user's function so that its failure on one rank does not leave other ranks waiting: the failed rank
-    continues with a value that has no effect, until all ranks exchange failures at the step's end. Raise for a function
-    that does not accept ``arguments``.
+    """Call a user's function such that an exception on one rank does not leave other ranks waiting: the rank continues
+    with a value that has no effect, and all ranks raise at the end of the step.
+
+    Raises:
+        ConfigError: when the object is created, if the function cannot be called with ``arguments``.
     """
 
     def __init__(
@@ -60,7 +65,9 @@ class UserFunction:
         *args: Any,
         instead: Value,
     ) -> Value:
-        """Return ``read(function(*args))``, or ``instead`` if one of the two functions raises."""
+        """Call the user's function with ``args``, and return what ``read`` makes of the result. If the function or
+        ``read`` raises, remember the exception and return ``instead``.
+        """
         try:
             return read(self._function(*args))
         except Exception as error:  # of any type: it is raised in `agree`
@@ -68,12 +75,14 @@ class UserFunction:
             return instead
 
     def agree(self) -> None:
-        """Raise on every rank if the function failed on any rank; collective."""
+        """Raise on every rank if the user's function has failed on any rank since the step began; collective."""
         elsewhere = f"{self.name} failed on {{}} other rank(s): see their error"
         sum_or_raise((), self._runtime.mesh.control, self._error, elsewhere)
 
     def scalar(self, value: Any, what: str) -> Tensor:
-        """Return a loss as a scalar tensor; raise unless it is a floating-point tensor of one number."""
+        """Return the user's loss as a tensor without dims. Raise :class:`ConfigError` unless it is a floating-point
+        tensor of one number; ``what`` names it in the error.
+        """
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
             given = (
                 f"{list(value.shape)} of {value.dtype}"
@@ -87,7 +96,9 @@ class UserFunction:
 
 
 def refuse_without_flush(runtime: Runtime, loss: str) -> None:
-    """Raise for a user's loss under a schedule without a flush, because its microbatches end in later steps."""
+    """Raise :class:`ConfigError` for a user's loss (named ``loss``) under a pipeline schedule without a flush, because
+    its microbatches end in later steps.
+    """
     layout = runtime.mesh.layout
     if runtime.plan.stages is not None and not layout.flushes:
         raise ConfigError(
@@ -111,22 +122,24 @@ def token_scores(
     temperature: float = 1.0,
     routes: Tensor | None = None,
 ) -> TokenScores:
-    """Return scores of every token of a batch (log-probability, entropy, ...), in any layout, without full logits.
+    """Return statistics of the tokens of a batch, such as the log-probability of each token and the entropy of its
+    distribution (:class:`hfscale.TokenScores`), in any layout, without full logits.
 
-    Scores are computed from shards of the vocabulary, a chunk of tokens at a time. Without pipeline stages,
-    ``log_probs`` and ``entropy`` have gradients, so a loss of these scores supports ``loss.backward()`` like
-    ``model(**batch).loss``. With stages, every rank gets the scores without gradients: to train, use
-    ``hfscale.train_step(model, batch, score_loss=...)``, which computes the same scores on the last stage.
+    They are computed from shards of the vocabulary, a chunk of tokens at a time. Without pipeline stages, ``log_probs``
+    and ``entropy`` have gradients, so a loss made of them supports ``loss.backward()`` like ``model(**batch).loss``.
+    With stages, every rank gets the statistics without gradients. To train with stages, pass ``score_loss`` to
+    :func:`hfscale.train_step`, which computes the same statistics on the last stage.
 
     Args:
         batch: the keyword arguments of one forward pass; ``labels`` (or ``shift_labels``) select the tokens to score,
             by default all attended tokens. Ranks that share a batch pass the same batch.
         temperature: divisor of the logits.
-        routes: the experts of every token: see :func:`hfscale.record_routes`.
+        routes: the experts that each token is sent to, to repeat earlier routing decisions: see
+            :func:`hfscale.record_routes`.
 
     Returns:
-        scores of this rank's batch, ``[b, s]`` each. Position ``i`` scores the token at ``i + 1``; with
-        ``shift_labels``, the label at ``i``.
+        statistics of this rank's batch, ``[b, s]`` each. Position ``i`` scores the token at ``i + 1``; with
+            ``shift_labels``, the label at ``i``.
 
     Raises:
         ConfigError: in the same cases as :func:`hfscale.train_step`.
@@ -157,8 +170,8 @@ def train_by_scores(
     temperature: float,
     routes: Any,
 ) -> Tensor:
-    """Run a step of a user's ``score_loss``, and return its mean over distinct batches. Refuse batches that are split
-    over ranks.
+    """Run a training step with a user's ``score_loss``, and return the mean of the loss over distinct batches. Raise
+    :class:`ConfigError` if the schedule would split a given batch into microbatches, or has no flush.
     """
     user = UserFunction(runtime, "score_loss", score_loss, ("scores", "index"))
     microbatches, count = prepare(runtime, batch, train=True, routes=routes)
@@ -193,7 +206,9 @@ def train_by_scores(
 def _scores(
     runtime: Runtime, called: Any, batch: Microbatch, count: Tensor, temperature: float
 ) -> TokenScores:
-    """Return the scores of one forward pass, for all tokens of its sequences."""
+    """Run one forward pass, and return the statistics (log-probability, entropy, ...) of all tokens of its sequences,
+    gathered over context ranks.
+    """
     assert runtime.loss is not None  # checked as the step was prepared
     with runtime.loss.scoring(temperature) as scoring:
         runtime.loss.loss_of(called, batch, count, 0.0)
@@ -226,8 +241,8 @@ def _with_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Rows:
-    """Count rows instead of labels while the step of a user's loss is prepared; implements
-    :class:`hfscale.train.runtime.StepLoss`.
+    """Stand in for the loss while a step with a user's ``loss_fn`` is prepared, since no labels are needed: a batch's
+    rows are counted instead of labels. Implements :class:`hfscale.train.runtime.StepLoss`.
     """
 
     shift = 0
@@ -237,7 +252,7 @@ class _Rows:
     divides = False
 
     def count_labels(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Count the rows of the first tensor with a row dim."""
+        """Return the number of rows of a batch's first tensor that has rows; and 0, because no labels are checked."""
         labels = next(
             (value for value in batch.values() if isinstance(value, Tensor) and value.ndim), None
         )
@@ -251,7 +266,7 @@ class _Rows:
 
 
 class UserLoss:
-    """Run the steps of one ``loss_fn``; ``kept`` records the model's outputs if they were asked for."""
+    """Run steps with a user's ``loss_fn``. ``kept`` collects the model's outputs, if the caller asked for them."""
 
     def __init__(
         self, runtime: Runtime, loss_fn: LossOfOutputs, kept: KeptOutputs | None = None
@@ -271,7 +286,10 @@ class UserLoss:
         train: bool,
         routes: Any = None,
     ) -> Tensor:
-        """Run one step and return its loss, the same on every rank; raise for features that cannot run such a loss."""
+        """Run one step with the user's loss, and return the step's loss, the same on every rank. Raise
+        :class:`ConfigError` if the pipeline schedule has no flush, or if context ranks share rows that begin with a
+        trained prompt.
+        """
         runtime = self._runtime
         refuse_without_flush(runtime, "loss_fn")
         adapters = runtime.adapters
@@ -324,7 +342,9 @@ class UserLoss:
         return 0.0 * first.sum()  # this microbatch has no loss, but its backward pass needs a graph
 
     def _own(self, index: int) -> Microbatch:
-        """Return a microbatch as the user's loader made it: without the tokens that a prompt adds before each row."""
+        """Return a microbatch as the user passed it, without the tokens of a trained prompt that hfscale has added in
+        front of each row.
+        """
         given = self._given[index]
         adapters = self._runtime.adapters
         if adapters is None:
@@ -332,7 +352,9 @@ class UserLoss:
         return given.like(adapters.without_prompt(self._runtime, given))
 
     def _read(self, found: Any) -> tuple[Tensor | None, Tensor | float]:
-        """Check the result of ``loss_fn`` and return its sum (``None`` for a literal 0) and count."""
+        """Check what ``loss_fn`` returned, and return its sum and its count. A sum that is the number 0 is returned as
+        ``None``.
+        """
         if not isinstance(found, tuple) or len(found) != 2:
             raise ConfigError(
                 f"loss_fn returned a {type(found).__name__} for {class_name(self._runtime.model)}: return the sum of "

@@ -1,8 +1,8 @@
-"""Report ranks that wait forever: which rank waits for which ranks, in which collective and over which axis.
+"""Report ranks that wait forever: which rank waits for which other ranks, in which collective and over which mesh axis.
 
-On every rank, a thread periodically reads the call in which its rank waits, from torch's flight recorder and
-:mod:`..distributed.ops.collectives`, and writes it to the rendezvous store. If a wait takes too long, the first waiting
-rank reads all entries twice: a rank whose entry did not change in between is dead.
+On every rank, a thread periodically finds the call in which the rank waits, from torch's flight recorder and
+:mod:`..distributed.ops.collectives`, and writes it to the rendezvous store as the rank's state. If a wait takes too
+long, the first waiting rank reads the states of all ranks twice: a rank whose state did not change in between is dead.
 """
 
 import atexit
@@ -67,14 +67,18 @@ def watchdog(
 
 
 def watch_by_default(mesh: Mesh) -> None:
-    """Start a watchdog that only reports, if a launcher started the ranks and no watchdog runs yet."""
+    """Start a watchdog that reports long waits but ends no process, if a launcher started the ranks and no watchdog
+    runs yet.
+    """
     if mesh.control is not None and not _running and is_wanted():
         _running.append(_Watchdog(mesh, PATIENCE, end=False))
 
 
 @dataclass(frozen=True)
 class RankState:
-    """Hold the state that one rank writes to the store."""
+    """Hold what one rank writes to the rendezvous store: the call in which it waits, how long, and at which line of
+    code.
+    """
 
     beat: int  # number of entries that the rank has written
     seconds: float = 0.0  # how long the rank has waited
@@ -85,7 +89,9 @@ class RankState:
 
 
 class _Watchdog(threading.Thread):
-    """Watch this rank in a daemon thread, which is stopped before the interpreter exits."""
+    """Watch this rank in a daemon thread: write its state to the rendezvous store, and report waits that take too long.
+    The thread is stopped before the interpreter exits.
+    """
 
     def __init__(self, mesh: Mesh, patience: float, end: bool) -> None:
         super().__init__(name="hfscale-watchdog", daemon=True)
@@ -110,7 +116,9 @@ class _Watchdog(threading.Thread):
             self.join(10)
 
     def run(self) -> None:
-        """Write this rank's state and check for a long wait, until the process ends."""
+        """Write this rank's state to the rendezvous store and check for a long wait, again and again until the process
+        ends.
+        """
         while not self._ended.wait(self.pause):
             seen = self._look()
             if seen.seconds < self._reported:
@@ -174,7 +182,9 @@ class _Watchdog(threading.Thread):
         )
 
     def _report(self) -> bool:
-        """Print the states of all ranks if this is the first waiting rank; return whether this rank still waits."""
+        """Print the report about all ranks if this is the first of the waiting ranks. Return whether this rank still
+        waits.
+        """
         before = self._heard()
         if self._ended.wait(3 * self.pause):
             return False
@@ -204,8 +214,8 @@ class _Watchdog(threading.Thread):
 
 
 def _group_names(mesh: Mesh) -> dict[str, str]:
-    """Map torch's name of each process group (a number) to a text with the group's axis. If several axes have the same
-    group, the text names the first axis.
+    """Map torch's name of each process group (a number) to a text that names the group's mesh axis. If several axes
+    have the same group, the text names the first of them.
     """
     named: list[tuple[dist.ProcessGroup | None, str]]
     named = [(mesh.group(axis), axis) for axis in dict.fromkeys((*reversed(AXES), *EXPERT_AXES))]
@@ -234,8 +244,8 @@ def report(
     silent: set[int],
     patience: float,
 ) -> str:
-    """Return the report of all ranks' states, with one line for all ranks in the same state. ``silent`` ranks have
-    written no new state.
+    """Return the report about all ranks: a line for each state, with the ranks that are in it. Ranks in ``silent`` have
+    not updated their state, and are reported as dead.
     """
     texts = {rank: _in_words(seen, silent=rank in silent) for rank, seen in enumerate(every)}
     return "\n".join(

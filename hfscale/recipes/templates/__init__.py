@@ -10,7 +10,9 @@ DIRECTORY = Path(__file__).parent
 
 
 def environment() -> Environment:
-    """Return a Jinja environment for the templates: block lines leave no output, and unknown names are errors."""
+    """Return the Jinja environment of the templates. Lines with only a Jinja block leave no output, and undefined
+    variables raise errors.
+    """
     made = Environment(
         loader=FileSystemLoader(DIRECTORY),
         trim_blocks=True,

@@ -1,1 +1,1 @@
-"""Check ordinary code around a parallelized model for silently wrong numbers."""
+"""Detect mistakes in user code that would make a parallelized model compute wrong numbers without an error."""

@@ -1,10 +1,10 @@
-"""Refuse to step parameters outside of a distributed model if data ranks have different gradients for them.
+"""Raise an error when an optimizer is about to step parameters outside of the parallelized model (such as a separate
+head) for which data ranks have different gradients: each rank would train its own copy.
 
-If one optimizer holds such parameters together with the model's parameters, every rank steps them, so a collective can
-compare their gradients. An optimizer that holds only outside parameters (a head on frozen layers) may belong to an
-unrelated model that only one rank trains, so no rank may wait for other ranks without a limit. In this case, ranks
-exchange digests through the rendezvous store, once, and wait a few seconds. Parameters that are equal on all ranks but
-have different gradients would drift apart, so they raise an error.
+If an optimizer holds such parameters together with the model's parameters, all ranks step it, so a collective compares
+their gradients. If it holds only outside parameters, it may belong to an unrelated model that one rank trains alone, so
+a collective could wait forever. Then ranks compare checksums once, through the rendezvous store, and give up after a
+few seconds. The error is raised only if the parameters are equal on all ranks.
 """
 
 import json
@@ -33,11 +33,13 @@ _asked = Counter[
 ]()  # how many optimizers, by the shapes of their parameters, have been compared
 
 _Digest = tuple[float, float]
-"""The sum and the norm of a tensor."""
+"""The sum and the norm of a tensor, by which ranks compare it."""
 
 
 def watch_for_others(runtime: Runtime) -> None:
-    """Register a model whose ranks read different batches."""
+    """Register a model that has several data ranks, so that :func:`refuse_alone` checks optimizers without any
+    parameters of the model.
+    """
     if runtime.mesh.data_world > 1:
         _models.add(runtime.model)
 
@@ -45,17 +47,17 @@ def watch_for_others(runtime: Runtime) -> None:
 def refuse_beside(
     optimizer: torch.optim.Optimizer, beside: Sequence[Tensor], mesh: Mesh, layout: str
 ) -> None:
-    """Raise :class:`ConfigError` if ranks have different gradients for ``beside``, the parameters outside of the model
-    that an optimizer holds together with the model's; collective. Gradients that DDP or a script has summed over ranks
-    are accepted.
+    """Raise :class:`ConfigError` if an optimizer of the model also holds parameters ``beside``, which are outside of
+    the model, and ranks have different gradients for them; collective. Gradients that DDP or a script has already
+    summed over ranks are equal, and accepted.
     """
     every = mesh.all_gather_object([_digest(parameter.grad) for parameter in beside])
     _refuse(optimizer, beside, every, layout)
 
 
 def refuse_alone(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]) -> None:
-    """Raise :class:`ConfigError` for an optimizer without parameters of a model, if its parameters are equal on all
-    ranks, but their gradients differ.
+    """Raise :class:`ConfigError` if an optimizer that holds no parameters of the parallelized model would train
+    different copies on each rank: its parameters ``held`` are equal on all ranks, but their gradients differ.
     """
     meshes = [runtime.mesh for model in list(_models) if (runtime := find_runtime(model))]
     trained = [entry for entry in held if entry.requires_grad]
@@ -73,8 +75,8 @@ def refuse_alone(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]) -> No
 def _told_by_all(
     optimizer: torch.optim.Optimizer, trained: Sequence[Tensor], mesh: Mesh
 ) -> list[tuple[list[_Digest], list[_Digest]]] | None:
-    """Return each rank's digests of the parameters' values and gradients; ``None`` if some rank does not step an
-    optimizer with such parameters within a few seconds.
+    """Return each rank's checksums of the parameters' values and gradients, exchanged through the rendezvous store.
+    Return ``None`` if some rank does not step an optimizer with parameters of the same shapes within a few seconds.
     """
     kind = f"{type(optimizer).__name__} {[tuple(entry.shape) for entry in trained]}"
     _asked[kind] += 1
@@ -106,7 +108,9 @@ def _refuse(
 
 
 def _is_apart(every: Sequence[Sequence[_Digest]], index: int) -> bool:
-    """Return whether the digests of one tensor differ between ranks by more than rounding."""
+    """Return whether the checksums of tensor number ``index`` differ between ranks by more than rounding. ``every``
+    holds the checksums of all tensors, by rank.
+    """
     sums, norms = zip(*(told[index] for told in every), strict=True)
     apart = max(max(sums) - min(sums), max(norms) - min(norms))
     return bool(apart > _TOLERANCE * max(norms))

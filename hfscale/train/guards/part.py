@@ -1,4 +1,6 @@
-"""Install guards against ordinary code that would silently compute wrong numbers."""
+"""Install the checks for mistakes in user code that would make a parallelized model compute wrong numbers without an
+error.
+"""
 
 import functools
 import inspect
@@ -37,8 +39,10 @@ _log = logging.getLogger(__name__)
 
 def count_whole(runtime: Runtime) -> None:
     """Make ``model.num_parameters()`` return the number of parameters of the full model, on every rank, without
-    communication. Parameters of other pipeline stages are assumed to be trainable as when the model was built (only
-    adapters, or everything).
+    communication.
+
+    With ``only_trainable=True``, a rank does not know which parameters of other pipeline stages are frozen. It counts
+    only their adapters as trainable, or, in a model without adapters, all of them.
     """
     model = runtime.model
     plan = runtime.plan
@@ -48,7 +52,7 @@ def count_whole(runtime: Runtime) -> None:
 
     @functools.lru_cache
     def whole() -> tuple[dict[str, int], set[str]]:
-        """Return parameter sizes by stock names, and the names of embeddings."""
+        """Return the sizes of all parameters of the full model by their names, and the names of its embeddings."""
         empty = empty_copy(model)
         embeddings = {
             f"{name}.weight"
@@ -82,7 +86,9 @@ def count_whole(runtime: Runtime) -> None:
 
 
 def refuse_changes(model: Any, layout: ParallelConfig) -> None:
-    """Replace ``resize_token_embeddings``, deep copies and pickling of a model by errors that name an alternative."""
+    """Make ``model.resize_token_embeddings``, and over several ranks also deep copies and pickling of the model, raise
+    errors that say what to do instead.
+    """
     kind = class_name(model)
 
     def resize(new_num_tokens: int | None = None, *_: Any, **__: Any) -> Any:
@@ -117,14 +123,16 @@ def refuse_changes(model: Any, layout: ParallelConfig) -> None:
 
 
 class SharedBatch(Part):
-    """Check that ranks that share a batch get equal batches, even in loops without ``train_step``."""
+    """Check that ranks that must get the same batch (tensor ranks, for example) do get equal batches, also in a plain
+    loop that calls the model without ``train_step``.
+    """
 
     def __init__(self) -> None:
         self._first: RemovableHandle | None = None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Add a hook that compares the first batch of a plain loop; installed after parts that synchronize RNG
-        state.
+        """Add a hook that compares the first batch of a plain loop between the ranks that must get the same batch. The
+        hook runs after those that make random streams equal.
         """
         sharing = runtime.mesh.sharing
         names = list(inspect.signature(runtime.model.forward).parameters)
@@ -156,14 +164,16 @@ class SharedBatch(Part):
     def check_step(
         self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False
     ) -> None:
-        """Remove the hook for plain loops, because a training step compares its batches itself."""
+        """Remove the hook that compares the first batch of a plain loop, because training steps compare their batches
+        themselves.
+        """
         if self._first is not None:
             self._first.remove()
 
 
 class StockCode(Part):
-    """Guard against stock code that would treat shards as the full model; replace ``model.save_pretrained`` by
-    ``save``.
+    """Raise errors when stock code is about to treat a rank's shards as the full model, and make
+    ``model.save_pretrained`` write the full model by the function ``save``.
     """
 
     def __init__(self, save: Callable[..., None]) -> None:
@@ -173,7 +183,7 @@ class StockCode(Part):
         self._looks = True
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Install all guards; this part comes last."""
+        """Install the checks for stock code. They must be installed last, because they record the model as it is."""
         model = runtime.model
         layout = runtime.mesh.layout
         refuse_changes(model, layout)
@@ -193,33 +203,37 @@ class StockCode(Part):
             model.register_forward_pre_hook(self._check_called_model, prepend=True)
 
     def _check_called_model(self, model: nn.Module, args: Any) -> None:
-        """Check the model when a training loop without ``train_step`` calls it."""
+        """Check that the model was not changed since it was built, when a training loop calls it without
+        ``train_step``.
+        """
         if self._looks and self.structure is not None and not torch.compiler.is_compiling():
             self.structure.check()
 
     def around_gradients(self, runtime: Runtime) -> AbstractContextManager[None]:
-        """Skip the check at each microbatch of a step, because :func:`before_step` has already checked the model."""
+        """Skip the check for changes of the model inside the ``with`` block, a training step, because
+        :func:`before_step` has already done it.
+        """
         return attribute_replaced(self, "_looks", False)
 
 
 def check_model(runtime: Runtime) -> None:
-    """Raise :class:`ConfigError` unless the model has the modules, parameters and loss that it was built with."""
+    """Raise :class:`ConfigError` if modules, parameters or the loss of the model were replaced since it was built."""
     stock = runtime.part(StockCode)
     if stock is not None and stock.structure is not None:
         stock.structure.check()
 
 
 def as_built(runtime: Runtime) -> AbstractContextManager[None]:
-    """Restore the built modules inside the ``with`` block, and warn (without an error) of modules that replaced
-    them.
+    """Restore the modules and parameters with which the model was built, inside the ``with`` block; warn if any had
+    been replaced.
     """
     stock = runtime.part(StockCode)
     return nullcontext() if stock is None or stock.structure is None else stock.structure.as_built()
 
 
 def _saves_all_of_it(model: Any, save: Callable[..., None]) -> Callable[..., None]:
-    """Return a method that replaces ``model.save_pretrained`` and writes the full model by ``save``. Stock loops call
-    the method on every rank, with Accelerate's arguments.
+    """Return a replacement for ``model.save_pretrained`` that writes the full model by calling ``save``. Training loops
+    call it on every rank, with the arguments that Accelerate passes.
     """
 
     def save_pretrained(
@@ -242,8 +256,9 @@ def _saves_all_of_it(model: Any, save: Callable[..., None]) -> Callable[..., Non
 
 
 def before_step(runtime: Runtime) -> None:
-    """Raise :class:`ConfigError` if the model was changed, is in float16, or cannot have gradients, or if its replicas
-    differ.
+    """Check the model before a training step. Raise :class:`ConfigError` if it was changed, if gradients are switched
+    off, or, in the first step, if it is in float16. In steps 10, 100, 1000 and 10000, also raise if replicas of a
+    parameter differ between ranks.
     """
     check_model(runtime)
     if not torch.is_grad_enabled():
@@ -272,7 +287,9 @@ def before_step(runtime: Runtime) -> None:
 
 
 def _warn_of_rounding(runtime: Runtime) -> None:
-    """Warn of quantized weights, and of a launcher's precision that differs from the model's precision."""
+    """Warn if a layout changes the rounding of quantized weights, and if a launcher's option asks for another mixed
+    precision than that of the model.
+    """
     quantized = runtime.plan.quantized
     for line in [] if quantized is None else quantized.lines(runtime.plan.by_name)[1:]:
         _log.warning(
@@ -293,8 +310,8 @@ def _warn_of_rounding(runtime: Runtime) -> None:
 
 
 def _warn_of_misread_rows(runtime: Runtime) -> None:
-    """Warn of 4-bit matrices that bitsandbytes misreads on CPUs; stock models have the same error, so no comparison
-    detects it.
+    """Warn of 4-bit matrices for which this version of bitsandbytes uses wrong scales on CPUs. Stock models have the
+    same error, so a comparison with them would not show it.
     """
     quantized = runtime.plan.quantized
     if (
@@ -321,7 +338,9 @@ def _warn_of_misread_rows(runtime: Runtime) -> None:
 
 
 def _warn_of_a_base_alone(runtime: Runtime) -> None:
-    """Warn of a base model in 4 or 8 bits without adapters or frozen weights: only embeddings and norms would train."""
+    """Warn of a model that is quantized in 4 or 8 bits, has no adapters, and has no frozen parameters: its quantized
+    weights cannot train, so only its embeddings and norms would.
+    """
     quantized = runtime.plan.quantized
     if quantized is None or runtime.plan.adapters:
         return
@@ -341,7 +360,9 @@ def _warn_of_a_base_alone(runtime: Runtime) -> None:
 
 
 def _warn_of_lost_updates(runtime: Runtime) -> None:
-    """Warn of trainable 16-bit weights: most updates are smaller than half of the last bit, and are rounded away."""
+    """Warn of weights that train in 16 bits: most updates are smaller than half of a weight's last bit, and are lost in
+    rounding.
+    """
     if runtime.keeps_small_updates:
         return
     trained = [(planned.name, p.dtype) for planned, p in runtime.parameters() if p.requires_grad]

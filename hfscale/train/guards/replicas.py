@@ -1,15 +1,15 @@
-"""Compare replicas of parameters bit by bit, with one small exchange of checksums.
+"""Check that all ranks that hold the same parameter (replicas) hold the same bits, by an exchange of checksums.
 
-Tensor-parallel ranks replicate norms and adapter factors, groups of tensor-parallel ranks replicate key/value heads,
-data-parallel replicas hold copies of everything, and two pipeline stages may hold a tied head. Replicas stay equal only
-while all ranks make the same update. If, for example, each rank clips by the norm of its own shards, replicas drift
-apart without an error, and a checkpoint would hold one rank's values.
+Tensor ranks replicate norms and adapter factors, some of them also key/value heads; data ranks replicate whole
+parameters; and two pipeline stages may hold a tied head. Replicas stay equal only while all ranks make the same
+updates. If, for example, each rank clips by the norm of its own shards, replicas drift apart without an error, and a
+checkpoint would hold the values of one rank.
 
 The checksum is a sum over a shard's bits, weighted by position, modulo 2**64. It works for every dtype, including 4-bit
 weights, and for NaN. It reads each replicated tensor once and needs no extra memory.
 
-On the CPU, equal work gives equal bits. GPU kernels may add in another order each time, so replicas may drift apart by
-accumulated rounding. Such a small difference gives a warning; a difference that rounding cannot explain raises an
+On the CPU, equal work gives equal bits. GPU kernels may add in a different order each time, so replicas may drift apart
+by accumulated rounding. Such a small difference gives a warning; a difference that rounding cannot explain raises an
 error.
 """
 
@@ -35,7 +35,9 @@ _ENTRIES = 256  # entries that are compared per parameter
 _MODULUS = 1 << 64
 
 _Place = tuple[tuple[tuple[int, int], ...], ...]
-"""Spans per dim of the full parameter: ranks with equal spans hold replicas."""
+"""The position of a shard in its full parameter: for each dim, the intervals of indices. Shards of equal position are
+replicas.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -43,9 +45,13 @@ _log = logging.getLogger(__name__)
 def check_replicas(
     runtime: Runtime, saving: str | None = None, tolerance: float | None = None
 ) -> None:
-    """Compare the parameters that several ranks hold; ``saving`` is the name of the save that follows, if any;
-    collective. If replicas differ, raise on every rank, or only warn if no difference exceeds ``tolerance`` (a fraction
-    of a tensor's largest entry; 0 on the CPU by default).
+    """Check that all ranks that hold the same entries of a parameter hold the same values; collective. If they differ,
+    raise an error on every rank.
+
+    Args:
+        saving: the name of the save that follows, for the error; the error is then a :class:`CheckpointError`.
+        tolerance: the largest difference, relative to a tensor's largest entry, that gives only a warning; by default 0
+            on the CPU, and what rounding can explain on a GPU.
     """
     if runtime.mesh.control is None or not any(
         _is_replicated(runtime, planned) for planned in runtime.plan.owned()
@@ -81,7 +87,9 @@ def check_replicas(
 
 
 def _checksums(runtime: Runtime) -> dict[tuple[str, _Place], int]:
-    """Return the checksums of this rank's shards that other ranks may also hold, by name and position."""
+    """Return the checksums of this rank's shards of replicated parameters, by the parameter's name and the shard's
+    position.
+    """
     sums = {
         (planned.name, spans): checksum(piece)
         for planned, parameter in runtime.parameters()
@@ -95,7 +103,9 @@ def _checksums(runtime: Runtime) -> dict[tuple[str, _Place], int]:
 def _differing_parameters(
     every: list[dict[tuple[str, _Place], int]],
 ) -> list[tuple[str, list[list[int]]]]:
-    """Return the parameters whose replicas differ, with the ranks that hold each value."""
+    """Return the names of the parameters whose replicas have different checksums, each with groups of ranks: ranks of a
+    group have the same checksum. ``every`` holds the checksums of each rank.
+    """
     values: dict[tuple[str, _Place], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, held in enumerate(every):
         for place, value in held.items():
@@ -108,8 +118,8 @@ def _differing_parameters(
 
 
 def _drift(runtime: Runtime, names: set[str]) -> float:
-    """Return the largest difference between replicas, relative to a tensor's largest entry, from a few entries of each
-    parameter.
+    """Return the largest difference between replicas of the parameters ``names``, relative to the tensor's largest
+    compared entry. At most 256 entries of each tensor are compared.
     """
     mine: dict[tuple[str, _Place], list[float]] = {}
     for planned, parameter in runtime.parameters():
@@ -130,7 +140,7 @@ def _drift(runtime: Runtime, names: set[str]) -> float:
 
 
 def checksum(share: Tensor) -> Tensor:
-    """Return a 64-bit checksum of a tensor's bits, an integer scalar on its device."""
+    """Return a 64-bit checksum of all bits of a tensor, as an integer scalar on the tensor's device."""
     data = share.contiguous().view(-1)
     if data.numel() == 0:
         return torch.zeros((), dtype=torch.int64, device=share.device)
@@ -154,13 +164,15 @@ def checksum(share: Tensor) -> Tensor:
 
 
 def odd_numbers(index: Tensor) -> Tensor:
-    """Return a different odd number for each index; overflow of the products is intended."""
+    """Return a different odd 64-bit number for each index, as weights of a checksum; overflow in the computation is
+    intended.
+    """
     mixed = (index + 1) * (0x9E3779B97F4A7C15 - _MODULUS)
     return ((mixed ^ (mixed >> 29)) * (0xBF58476D1CE4E5B9 - _MODULUS)) | 1
 
 
 def _is_replicated(runtime: Runtime, planned: ParameterPlan) -> bool:
-    """Return whether several ranks hold entries of a parameter; the same answer on every rank."""
+    """Return whether several ranks hold the same entries of a parameter; the answer is the same on every rank."""
     layout = runtime.mesh.layout
     spread = planned.cut_over("ep") is not None
     free = runtime.mesh.free_axes(planned.cuts)
@@ -175,8 +187,8 @@ def _is_replicated(runtime: Runtime, planned: ParameterPlan) -> bool:
 def _pieces(
     runtime: Runtime, planned: ParameterPlan, parameter: Tensor
 ) -> Iterator[tuple[_Place, Tensor]]:
-    """Yield a shard with its position in the full tensor. Fused weights are yielded by sub-matrix, because only some of
-    the sub-matrices may be replicated.
+    """Yield this rank's shard of a parameter with its position in the full parameter. A fused weight is yielded matrix
+    by matrix (query, key, value), because only some of its matrices may be replicated.
     """
     share, (_, ranks) = local_tensor(parameter.detach()), runtime.mesh.view(planned.cuts)
     spans = share_spans(planned.shape, planned.cuts, ranks)

@@ -1,22 +1,23 @@
-"""Refuse stock code that would treat each rank's shards as the full model: loops, clipping and optimizers.
+"""Raise errors when stock training loops, gradient clipping or optimizers are about to treat a rank's shards as the
+full model.
 
 Accelerate's ``Accelerator``, which ``transformers.Trainer`` and its subclasses use as well, treats every process as a
 data rank. It would wrap the model again (DDP then overwrites one rank's shards with another rank's), give different
-batches to ranks that need the same batch, and clip by the norm of each rank's shards, all without an error. These loops
-must pass the model to :meth:`accelerate.Accelerator.prepare` before their first step, so ``prepare`` raises an error
-for the model.
+batches to ranks that need the same batch, and clip by the norm of each rank's shards, all without an error. Loops pass
+the model to :meth:`accelerate.Accelerator.prepare` before their first step, so ``prepare`` raises an error for a
+sharded model.
 
 ``torch.nn.utils.clip_grad_norm_`` reads only one rank's gradients. Tensor, pipeline and expert ranks hold different
-gradients, so each rank would clip by another norm, and ``get_total_norm`` would return another norm on each rank. (For
-FSDP2's shards, torch computes the full norm.) A ``torch.amp.GradScaler`` searches for overflows in the same gradients,
-so one rank alone would skip a step.
+gradients, so each rank would clip by a different norm. The same holds for ``get_total_norm``. (For FSDP2's shards,
+torch computes the norm of the full model.) A ``torch.amp.GradScaler`` searches for overflows in the same gradients, so
+one rank might skip a step that others take.
 
-Most optimizers update each entry on its own, so each rank may step its shards. Some need full matrices (Adafactor's row
-and column means, Muon's products, the norms of LARS and LAMB) or all parameters together (L-BFGS, Prodigy): over
-shards, they would take other steps than in one process, without an error. To decide which kind an optimizer class is, a
-trial runs before its first step: a copy of the optimizer steps two small matrices, once full and once sharded like a
-rank's matrices. DTensor computes with FSDP2's shards as if they were full, so for them the copy steps two small
-DTensors, because some classes use operations that DTensor lacks.
+Most optimizers update each entry independently of the others, so each rank may step its shards. Some need full matrices
+(Adafactor's row and column means, Muon's products, the norms of LARS and LAMB) or all parameters together (L-BFGS,
+Prodigy): on shards, their updates would differ from those in one process, without an error. To find out which kind an
+optimizer class is, a trial runs before its first step: a copy of the optimizer steps two small matrices, once full and
+once sharded like a rank's matrices. DTensor computes with FSDP2's shards as if they were full; for them the copy steps
+two small DTensors, because some classes use operations that DTensor lacks.
 """
 
 import functools
@@ -67,21 +68,27 @@ _NORMS = {
 
 
 def refuse_stock_accelerator() -> None:
-    """Patch Accelerate's ``Accelerator`` to refuse sharded models, unless a subclass sets ``serves_hfscale = True``."""
+    """Make Accelerate's ``Accelerator`` raise an error when it is given a sharded model. Subclasses that set
+    ``serves_hfscale = True`` are not affected.
+    """
     for name in ("prepare", "prepare_model"):
         check_first(accelerate.Accelerator, name, _check_models)
 
 
 def refuse_stock_adapters() -> None:
-    """Patch PEFT's functions, if PEFT is installed, to refuse sharded models, which they would treat as full models."""
+    """Make PEFT's functions that add adapters raise an error for sharded models, since they would treat a rank's shards
+    as the full model. Do nothing if PEFT is not installed.
+    """
     for holder, name in functions_that_adapt():
         check_first(holder, name, _check_adapted)
 
 
 def refuse_stock_clipping(runtime: Runtime) -> None:
-    """Patch ``torch.nn.utils.clip_grad_norm_`` and ``GradScaler`` to refuse this model's parameters if its ranks
-    compute different norms. If a script imported the function by name earlier, the patch has no effect, but
-    :mod:`.replicas` detects the result.
+    """Make ``torch.nn.utils.clip_grad_norm_``, ``get_total_norm`` and ``GradScaler`` raise an error for this model's
+    parameters, if its tensor, pipeline or expert ranks would compute different norms.
+
+    If a script has imported such a function by name earlier, it is not affected, but :mod:`.replicas` detects the
+    result.
     """
     layout = runtime.mesh.layout
     if max(layout.tp, layout.pp, layout.ep) == 1:
@@ -132,7 +139,9 @@ def _check_tensors(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Any, ...]:
-    """Raise :class:`ConfigError` for parameters, or gradients, for which ranks compute different norms."""
+    """Raise :class:`ConfigError` if the given parameters, or gradients, belong to a model whose ranks would compute
+    different norms of them. ``name`` is torch's function that was called.
+    """
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     parts = {
         id(p.grad): p for model in _spread_models for p in model.parameters() if p.grad is not None
@@ -149,7 +158,9 @@ def _check_tensors(
 
 
 def _spread_of(parameters: Iterable[Tensor]) -> str | None:
-    """Return the layout of the first parameter of a model whose ranks compute different norms, or ``None``."""
+    """Return the text of a model's layout if one of the parameters belongs to a model whose ranks would compute
+    different gradient norms; otherwise return ``None``.
+    """
     held = (getattr(parameter, _MARK) for parameter in parameters if hasattr(parameter, _MARK))
     return next((parameter.layout for parameter in held if parameter.differs), None)
 
@@ -173,7 +184,9 @@ def _check_scaler(
 
 
 class _Held(NamedTuple):
-    """Hold the facts about one parameter that an optimizer may step."""
+    """Describe a parameter of a parallelized model for the checks of an optimizer that holds it: its plan, layout and
+    sharding.
+    """
 
     mesh: Mesh
     layout: str
@@ -186,7 +199,10 @@ class _Held(NamedTuple):
 
 
 def refuse_other_optimizers(runtime: Runtime) -> None:
-    """Refuse, at their first step, optimizers that differ from one process, fail on shards, or undo offloading."""
+    """Make optimizers check the model's parameters at their first step. They raise an error if their updates on shards
+    would differ from those in one process, if they fail on shards, or if they would keep the state on the GPU although
+    the model offloads it.
+    """
     layout = runtime.mesh.layout
     on_host = offloaded(runtime.plan).optimizer
     _judged.clear()  # forget earlier results, because their parameters may have been replaced
@@ -214,12 +230,16 @@ def refuse_other_optimizers(runtime: Runtime) -> None:
 
 
 def leave_to_outer(optimizer: torch.optim.Optimizer) -> None:
-    """Skip the checks for an inner optimizer that steps tensors of an outer one, because the outer one is checked."""
+    """Exclude an optimizer from the checks, because another optimizer uses it inside to step its tensors, and that one
+    is checked.
+    """
     _inner.add(optimizer)
 
 
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Check an optimizer before its first step with its present groups; torch calls this before every step."""
+    """Check an optimizer's parameters before its first step, and again if its number of parameter groups has changed.
+    Torch calls this function before every step of any optimizer.
+    """
     if _trying or optimizer in _inner or _judged.get(optimizer) == len(optimizer.param_groups):
         return
     follow(optimizer)
@@ -244,8 +264,8 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def _check_stock(
     optimizer: torch.optim.Optimizer, held: Sequence[Tensor], parts: Sequence[_Held]
 ) -> None:
-    """Raise for a class that needs more than this rank's shards, and warn of a class that rounds differently on
-    shards.
+    """Raise :class:`ConfigError` if the updates of an optimizer that is not one of hfscale's classes would differ on
+    shards from those on full parameters, or fail; warn if they would differ only by rounding.
     """
     cut = next((part for part in parts if part.cut), None)
     if cut is not None and _differs(optimizer, held[0].device, halved=True):
@@ -257,8 +277,9 @@ def _check_stock(
 
 
 def _warn_of_other_blocks(optimizer: torch.optim.Optimizer) -> None:
-    """Warn of bitsandbytes' 8-bit states that are rounded differently on shards than on full tensors, because a block
-    with one scale crosses the border of a shard, or because a shard is small enough to have its state in 32 bits.
+    """Warn if bitsandbytes' 8-bit optimizer states are rounded differently on shards than on full parameters: because
+    blocks with a common scale do not align with the shards, or because a shard is so small that its state is kept in 32
+    bits.
     """
     if "bitsandbytes" not in sys.modules:
         return
@@ -307,8 +328,8 @@ def _refuse(optimizer: torch.optim.Optimizer, part: _Held, why: str) -> None:
 def _fails_on_shards(
     optimizer: torch.optim.Optimizer, sharded: DTensor, held: Sequence[Tensor]
 ) -> str:
-    """Return the error of a trial step on small DTensors, sharded like ``sharded``, or ``""`` if the step works or
-    fails on plain tensors, too; collective.
+    """Return the error of a trial step of the optimizer's class on small DTensors, which are sharded like the parameter
+    ``sharded``. Return ``""`` if the step works, or if the class fails on plain tensors, too. Collective.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         return "it concatenates all parameters into one vector"
@@ -330,8 +351,9 @@ def _fails_on_shards(
 
 
 def _differs(optimizer: torch.optim.Optimizer, device: torch.device, halved: bool) -> bool:
-    """Return whether an optimizer updates two matrices differently if it gets only half of the first matrix
-    (``halved``), or nothing of the first matrix. If the trial fails, return ``True`` only for L-BFGS.
+    """Return whether an optimizer's update of a matrix depends on entries that a rank may lack. In a trial, a copy of
+    the optimizer steps two matrices, first full, and then without half of the first matrix (``halved``), or without the
+    first matrix; the updates are compared. If the trial fails, return ``True`` only for L-BFGS.
     """
     generator = torch.Generator().manual_seed(0)
     scale = torch.logspace(-1, 1, 8)[:, None]  # so that the two halves have different norms
@@ -369,7 +391,9 @@ def _stepped(
     device: torch.device,
     shard: Callable[[Tensor], Tensor] = lambda plain: plain,
 ) -> list[Tensor]:
-    """Return copies of ``start`` after steps with ``gradients`` by a new optimizer of the same class and options."""
+    """Step copies of the tensors ``start`` with each entry of ``gradients`` (one gradient per tensor), by a new
+    optimizer of the same class and options, and return the results. ``shard`` converts tensors to shards first.
+    """
     asked = inspect.signature(type(optimizer)).parameters
     options = {
         name: value

@@ -1,10 +1,10 @@
-"""Detect modules, parameters, losses and hooks that were added to a model after it was built.
+"""Detect modules, parameters, losses and hooks that user code adds to a model after it was built.
 
-A layout is installed in modules. A head that replaces the sharded head would not be sharded, its gradients would not be
-summed over ranks, and it would not be saved. So before forward passes, modules and parameters are compared with a
-record, by one comparison of dictionaries per module. Stock code may move the same weights into another module while it
-runs (BigBird's attention for short sequences), which is accepted. Hooks are kept; for hooks that read sharded
-activations, a warning is printed once for each kind of sharding.
+Sharding is installed in the modules. If, for example, a new head replaces the sharded head, it is not sharded, its
+gradients are not summed over ranks, and it is not saved. So before forward passes, modules and parameters are compared
+with a record of the built model, by one comparison of dictionaries per module. Stock code may move the same weights
+into another module while it runs (BigBird's attention for short sequences), which is accepted. Hooks are kept; for
+hooks that read sharded activations, a warning is printed once for each kind of sharding.
 """
 
 import functools
@@ -28,7 +28,9 @@ _Held = list[tuple[nn.Module, dict[str, Any]]]
 
 
 class Structure:
-    """Record a model's modules, parameters and loss as they were built."""
+    """Record the modules, parameters and loss with which a model was built, and check whether they are still in the
+    model.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -42,7 +44,9 @@ class Structure:
         self._said = set[str]()
 
     def _module_contents(self) -> tuple[_Held, _Held]:
-        """Return the children and the parameters of every module; ``None`` marks a parameter that may be replaced."""
+        """Return, for every module of the model, its children by name, and its parameters by name. ``None`` stands for
+        a parameter that other code replaces regularly (FSDP2, bitsandbytes).
+        """
         modules = list(self._runtime.model.modules())
         managed = {(place.module, place.name) for place in self._managed}
         parameters = [
@@ -53,8 +57,8 @@ class Structure:
         return [(module, dict(own_modules(module))) for module in modules], parameters
 
     def check(self) -> None:
-        """Compare the model with the record, and watch new hooks; raise :class:`ConfigError` if anything was
-        replaced.
+        """Raise :class:`ConfigError` if modules, parameters or the loss of the model were replaced since it was built.
+        Warn later if a user's new hook turns out to read sharded activations.
         """
         if loss_function_of(self._runtime.model) is not self._loss:
             raise ConfigError(
@@ -104,7 +108,9 @@ class Structure:
 
     @contextmanager
     def as_built(self) -> Iterator[None]:
-        """Restore the trained modules and parameters inside the ``with`` block, and warn if any were replaced."""
+        """Restore the modules and parameters with which the model was built, inside the ``with`` block; warn if any had
+        been replaced.
+        """
         changed = self._changed()
         if changed is None:
             yield
@@ -141,7 +147,9 @@ class Structure:
         return f"this {class_name(self._runtime.model)} was spread over {self._runtime.mesh.layout.describe()}"
 
     def _changed(self) -> str | None:
-        """Describe the first replaced module or parameter; ``None`` if none was replaced, or if weights only moved."""
+        """Describe the first module or parameter that was replaced, added or removed since the model was built. Return
+        ``None`` if there is none; weights that stock code has only moved into another module do not count.
+        """
         followed = False
         for module, held in self._modules:
             if (inside := own_modules(module)) != held:
@@ -169,8 +177,8 @@ class Structure:
         return None
 
     def _is_moved(self, old: nn.Module | None, new: nn.Module | None) -> bool:
-        """Return whether ``new`` has the children and the same parameters as ``old``, by name, and no module that
-        hfscale has changed was dropped.
+        """Return whether module ``new``, which replaces ``old``, holds the same parameters: stock code may move them
+        into a module of another class. A module that hfscale has changed must not be lost by it.
         """
         restore = self._runtime.restore
         if (
@@ -200,8 +208,8 @@ class Structure:
         )
 
     def _warn_beside(self, module: nn.Module, name: str) -> None:
-        """Add a hook next to a user's hook. The added hook warns if the module has sharded activations, once for all
-        layers.
+        """Add a hook to a module that has a user's hook. The added hook warns if the module gets sharded activations,
+        which the user's hook then reads; it warns once for all layers.
         """
 
         def look(*_: Any) -> None:
@@ -227,7 +235,7 @@ def _what(was: bool, is_there: bool) -> str:
 
 
 def _is_somebodys(hook: Any) -> bool:
-    """Return whether a hook is a user's, and not of a library that supports sharding or only observes."""
+    """Return whether a hook is a user's, and not one of a library that supports sharding or only observes."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     place = getattr(hook, "__module__", None) or type(hook).__module__

@@ -1,4 +1,6 @@
-"""Find how a batch separates the documents of a row: by lengths for flash attention, or by a mask that numbers them."""
+"""Find how a batch marks the documents in a packed row: by ``position_ids``, by cumulative lengths for flash attention,
+or by a mask with a number for each document.
+"""
 
 import inspect
 import logging
@@ -22,7 +24,9 @@ LENGTHS = (
 
 
 def numbers_documents(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
-    """Return, as a tensor, whether a batch's mask numbers documents while ``position_ids`` are missing."""
+    """Return 1 if a batch's mask has a different number for each document of a row, and there are no ``position_ids``;
+    otherwise 0. The result is a tensor like ``zero``, so that the CPU does not wait for the device.
+    """
     mask = batch.get("attention_mask")
     if not isinstance(mask, Tensor) or batch.get("position_ids") is not None:
         return zero
@@ -32,12 +36,16 @@ def numbers_documents(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
 
 
 def has_numbered_documents(batch: Mapping[str, Any]) -> bool:
-    """Return whether a batch's mask contains numbers of documents, and nothing else separates them; reads the mask."""
+    """Return whether a batch's mask has a different number for each document of a row, and there are no
+    ``position_ids``. The CPU waits for the device of the mask.
+    """
     return bool(numbers_documents(batch, torch.zeros((), dtype=torch.int64)))
 
 
 def tell_of_numbers() -> None:
-    """Warn, once per process, of a mask that numbers documents."""
+    """Warn, once per process, that transformers ignores the numbers of a mask that has a different number for each
+    document of a row.
+    """
     _tell_once(
         "attention_mask has numbers above 1, as if it numbered the documents of a row: transformers treats every "
         "number except 0 as 1, so documents would attend to each other; give position_ids that begin anew with each "
@@ -46,7 +54,9 @@ def tell_of_numbers() -> None:
 
 
 def refuse_lengths_alone(batch: Mapping[str, Any]) -> None:
-    """Raise :class:`ConfigError` if only lengths, without ``position_ids``, separate several documents in a row."""
+    """Raise :class:`ConfigError` if a batch marks several documents in a row only by their cumulative lengths
+    (``cu_seq_lens_q``), without ``position_ids``.
+    """
     lengths = batch.get(LENGTHS[0])
     if isinstance(lengths, Tensor) and len(lengths) > 2 and batch.get("position_ids") is None:
         raise ConfigError(
@@ -57,9 +67,12 @@ def refuse_lengths_alone(batch: Mapping[str, Any]) -> None:
 
 
 def with_document_lengths(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Add the ``cu_seq_lens`` arguments with which flash attention separates packed documents; raise for models that do
-    not accept them. Without these arguments, transformers derives document boundaries from ``position_ids`` with a
-    device synchronization in every layer if there is one row, and attends across documents if there are several rows.
+    """Return a packed batch with the arguments by which flash attention keeps documents apart (``cu_seq_lens_q``, ...),
+    computed from ``position_ids``. Raise :class:`ConfigError` for a batch of several rows if the model does not accept
+    these arguments.
+
+    Without them, transformers derives document boundaries from ``position_ids`` with a device synchronization in every
+    layer if there is one row, and attends across documents if there are several rows.
     """
     if batch.get("attention_mask") is not None or any(
         batch.get(name) is not None for name in LENGTHS

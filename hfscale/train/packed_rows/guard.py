@@ -1,12 +1,12 @@
-"""Refuse models that cannot separate packed documents: several documents in one row, marked by ``position_ids`` or a
-mask.
+"""Raise an error for models that cannot keep packed documents apart: several documents in one row, marked by
+``position_ids`` or a mask.
 
 No document may change the result of another document. In every family, attention separates documents by masks that are
-made from the positions (``packing``), and supported recurrences and convolutions start anew at each document
-(:class:`PackedRows`). Unsupported ones, and positions that the model counts itself, would continue from one document to
-the next, so such models raise an error before their first packed step. They are found once per class and config: a tiny
-copy of the model gets the documents in one row, and then one by one. If the config names a length from which the model
-behaves differently, and a row is longer, a second copy with a smaller length is tried.
+made from the positions (``packing``), and supported recurrences and convolutions restart at each document
+(:class:`PackedRows`). Other recurrences, and positions that the model counts itself, would continue from one document
+to the next, so such models raise an error before their first packed step. They are found once per class and config: a
+tiny copy of the model gets the documents in one row, and then one by one. Some configs name a length above which the
+model computes differently. If a row is longer than this length, a second copy with a smaller length is tried.
 """
 
 import inspect
@@ -39,8 +39,8 @@ from ..runtime.shards import LocalWeights
 from .facts import has_numbered_documents, tell_of_numbers, with_document_lengths
 
 _WITHIN_ROW, _WITHIN_DOCUMENT = 8, 5
-"""Lengths to test: the test's row exceeds the first, but no document does; only its longest document exceeds the
-second.
+"""Two small values for a length above which a model computes differently, as tried in a tiny copy of the model. The
+test's row is longer than 8 tokens, but each of its documents is not; its longest document is longer than 5 tokens.
 """
 
 
@@ -51,8 +51,13 @@ def check_packed_rows(
     tokens: int | None = None,
 ) -> None:
     """Raise :class:`ConfigError` if a tiny copy of the model computes other logits for documents in one row than for
-    separate documents. If there are no ``batches`` yet, ``start`` is a document's first position, and ``tokens`` is the
-    length of the longest row.
+    the same documents one by one.
+
+    Args:
+        batches: packed batches, which show how documents are marked. If there are none, documents are marked by
+            positions.
+        start: the first position of a document.
+        tokens: the length of the longest row, if there are no batches.
     """
     batches = list(batches)
     kinds = {told_apart_by(batch) for batch in batches} - {""} or {"positions"}
@@ -76,7 +81,9 @@ def check_packed_rows(
 
 
 def check_counted(model: Any, microbatches: Iterable[Microbatch]) -> None:
-    """Check the microbatches of a step that hold several documents in a row."""
+    """Raise :class:`ConfigError` if some microbatches of a step hold several documents in a row, and the model cannot
+    keep them apart.
+    """
     packed = [microbatch for microbatch in microbatches if microbatch.holds_several]
     if packed:
         check_packed_rows(model, packed)
@@ -89,8 +96,8 @@ def _refuse(
     longest: int,
     given: list[Tensor],
 ) -> None:
-    """Raise if the model mixes documents in rows of up to ``longest`` tokens, although they are separated by ``kind``:
-    ``"positions"`` or ``"mask"``.
+    """Raise :class:`ConfigError` if documents in the same row affect each other in this model, in rows of up to
+    ``longest`` tokens. ``kind`` is how documents are marked: ``"positions"`` or ``"mask"``.
     """
     made = stock_class(model)
     flash = uses_flash_attention(model)
@@ -133,9 +140,9 @@ def _beyond_lengths(
     longest: int,
     given: list[Tensor],
 ) -> tuple[str, str]:
-    """Return a difference between packed and separate documents that occurs only in rows or documents longer than one
-    of the config's ``lengths``, and a text with this length; both are empty if there is no difference. May wait for the
-    device to read positions.
+    """Test whether documents in the same row affect each other only in rows, or documents, longer than one of the
+    config's ``lengths`` (such as a sliding window). Return a text about the difference and a text that names the
+    length; both are empty if there is no difference. The CPU may wait for the device of the positions.
     """
     for name, length in lengths.items():
         if longest <= length:
@@ -149,7 +156,9 @@ def _beyond_lengths(
 
 
 class PackedRows(Part):
-    """Separate the documents of packed rows in plain loops, too, or raise if the model cannot."""
+    """Keep the documents of packed rows apart in plain loops that call the model without ``train_step``, or raise an
+    error if the model cannot.
+    """
 
     def __init__(self) -> None:
         self._passes: ForwardPasses[Segments | None] = ForwardPasses()
@@ -158,7 +167,9 @@ class PackedRows(Part):
         self._looked = False  # whether the first mask of a plain loop was read
 
     def segments(self) -> Segments | None:
-        """Return the documents of the running pass, even while a layer is recomputed in a backward pass."""
+        """Return where documents begin in the rows of the forward pass that is running; ``None`` if rows are not
+        packed. When a layer is recomputed in a backward pass, it is the forward pass to which the layer belongs.
+        """
         if recomputing():
             return self._passes.current()
         documents = documents_here.get()
@@ -169,7 +180,9 @@ class PackedRows(Part):
         return self._passes.latest
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Check the positions of each pass outside of training steps, and start recurrences anew at each document."""
+        """Add hooks that check the positions in each forward pass outside of training steps, and that restart
+        recurrences and convolutions at each document.
+        """
         model = runtime.model
         keep_states_apart(model, self.segments)
         names = list(inspect.signature(stock_class(model).forward).parameters)[1:]  # without self
@@ -210,6 +223,8 @@ class PackedRows(Part):
 
 
 def has_packed_rows(batch: Mapping[str, Any]) -> bool:
-    """Return whether positions start anew within a row; waits for the device of the positions."""
+    """Return whether positions restart within a row, which then holds several documents. The CPU waits for the device
+    of the positions.
+    """
     holds = holds_documents(batch)
     return holds is not None and bool(holds)

@@ -1,4 +1,6 @@
-"""Hold the state of a parallelized model: its plan, mesh, parts and executor, and helpers that read them."""
+"""Define the runtime object that is attached to a parallelized model: its plan, mesh, features of the layout and
+executor of steps, and helpers that read them.
+"""
 
 from .forward_passes import recomputing
 from .objective import Objective, StepLoss

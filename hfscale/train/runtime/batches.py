@@ -1,11 +1,12 @@
-"""Check the microbatches of a step, compare them between the ranks that share them, and copy them to the device.
+"""Check the microbatches of a step, compare them between the ranks that must get the same batch, and copy them to the
+device.
 
 Batches usually come from a loader on the CPU and are checked on the CPU before they are copied, so the CPU never waits
-for a device. Batches that are already on the device are read back by one copy, whatever their number. The checks of a
-step and the messages between ranks are packed into one tensor, which the CPU reads at once::
+for a device. Batches that are already on the device are read back by one copy, whatever their number. The results of a
+step's checks, and the numbers that ranks exchange by gloo, are packed into one tensor, which the CPU reads at once::
 
-    per microbatch [valid labels, ids out of the vocabulary, packed, numbered, hash] --+
-    per rank: refused?, number, shapes, hashes, pipeline stages' report              --+--gloo--> one read by the host
+    of each microbatch: [valid labels, ids out of the vocabulary, packed, numbered, hash]
+    of each rank:       [batch refused, number of microbatches, hash of shapes, hash of contents, executor's numbers]
 """
 
 import logging
@@ -30,7 +31,7 @@ from .writing import sum_or_raise
 
 _tell_once = lru_cache(logging.getLogger(__name__).warning)
 Look = Callable[[Mapping[str, Any]], tuple[Tensor, Tensor]]
-"""Count the valid labels of a microbatch, and its labels outside of the vocabulary."""
+"""A function that counts, for one microbatch, its valid labels, and its labels outside of the vocabulary."""
 
 _PLAIN = {
     "input_ids",
@@ -46,7 +47,7 @@ _PREPARED: ContextVar[bool] = ContextVar("prepared_pass", default=False)
 
 
 class Counts(NamedTuple):
-    """Hold the numbers that the CPU reads from one microbatch."""
+    """Hold the numbers that are computed from one microbatch on its device and then read by the CPU."""
 
     valid: int
     outside: int  # number of labels and ids outside of the vocabulary
@@ -58,7 +59,7 @@ class Counts(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    """Hold the facts that must be equal on all ranks that share a batch."""
+    """Hold what a rank says about its batch of a step; the ranks that must get the same batch compare these values."""
 
     refused: int
     microbatches: int
@@ -67,7 +68,9 @@ class _Shared(NamedTuple):
 
 
 class Microbatch(dict[str, Any]):
-    """Hold the keyword arguments of one forward pass, and facts about them as Python values."""
+    """Hold the keyword arguments of one forward pass, and attributes that were computed from them, such as the number
+    of valid labels.
+    """
 
     valid: int | None = None  # number of valid labels; ``None``: not known
     holds_several: bool = False  # whether its rows hold several documents
@@ -80,7 +83,9 @@ class Microbatch(dict[str, Any]):
 
     @property
     def packed(self) -> bool | None:
-        """Return whether positions begin anew within rows; ``None``: unknown without reading the tensors."""
+        """Return whether positions restart within rows, so that a row holds several documents; ``None`` if only the
+        tensors could tell.
+        """
         # Models may derive other positions from inputs other than text.
         return (
             self.by_positions
@@ -90,7 +95,9 @@ class Microbatch(dict[str, Any]):
 
     @contextmanager
     def kept_apart(self) -> Iterator[None]:
-        """Let transformers' masks separate the documents of the rows inside the ``with`` block, which runs one pass."""
+        """Make transformers' masks keep the documents of packed rows apart inside the ``with`` block, which runs one
+        forward pass on this microbatch.
+        """
         token = _PREPARED.set(True)
         try:
             with packing(self.packed, self):
@@ -99,20 +106,22 @@ class Microbatch(dict[str, Any]):
             _PREPARED.reset(token)
 
     def learn(self, counts: Counts) -> None:
-        """Store the facts that :func:`agree` returned for this microbatch."""
+        """Set the attributes of this microbatch from the numbers in ``counts``: valid labels, and whether rows are
+        packed.
+        """
         self.valid = counts.valid
         self.holds_several = bool(counts.packed)
         self.by_positions = self.holds_several and told_apart_by(self) == "positions"
 
     def like(self, values: Mapping[str, Any]) -> "Microbatch":
-        """Return a microbatch with other arguments and the attributes of this one."""
+        """Return a microbatch with the arguments ``values`` and the attributes of this microbatch."""
         other = Microbatch(values)
         vars(other).update(vars(self))
         return other
 
 
 def in_prepared_pass() -> bool:
-    """Return whether the model is called by a step of hfscale for a microbatch, and not by a user's own loop."""
+    """Return whether a step of hfscale is calling the model, for one of its microbatches, and not a user's own loop."""
     return _PREPARED.get()
 
 
@@ -122,9 +131,14 @@ def look_at(
     hashed: bool,
     tokens: int | None = None,
 ) -> Tensor:
-    """Return the :class:`Counts` of microbatches, ``[microbatches, 5]``, on their device, without waiting for it. With
-    ``hashed``, hash the contents, for a comparison with ranks that must get the same batch. ``tokens`` is the size of
-    the vocabulary, to count input ids outside of it, on which a sharded embedding would not fail.
+    """Compute the numbers of :class:`Counts` for each microbatch, as a tensor ``[microbatches, 5]`` on the device of
+    the batches, without waiting for the device.
+
+    Args:
+        batches: the microbatches.
+        look: returns the number of valid labels, and of labels outside of the vocabulary.
+        hashed: also hash the contents, to compare them with other ranks.
+        tokens: the size of the vocabulary, to count input ids outside of it; a sharded embedding would accept them.
     """
     rows = []
     for batch in batches:
@@ -149,7 +163,7 @@ def look_at(
 
 
 def tell_of_no_labels() -> None:
-    """Warn, once per process, of a step without a label that counts."""
+    """Warn, once per process, of a step in which no label counts in the loss."""
     _tell_once(
         "no label of this step counts (all are -100), so its loss and gradients are 0: check whether texts were "
         "truncated before their answers, or the template marks no token as the assistant's"
@@ -157,7 +171,9 @@ def tell_of_no_labels() -> None:
 
 
 def _hash(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
-    """Hash the integer and boolean tensors (ids, labels, masks) into 64 bits; floats may differ by rounding."""
+    """Return a 64-bit hash of a batch's integer and boolean tensors (ids, labels, masks). Floating-point tensors are
+    left out, because they may differ between ranks by rounding.
+    """
     total = zero
     for value in batch.values():
         if (
@@ -175,7 +191,7 @@ def _hash(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _weights(length: int, device: torch.device) -> Tensor:
-    """Return random odd numbers, the same in every process."""
+    """Return ``length`` random odd numbers, the same in every process, as position weights of a hash."""
     drawn = torch.randint(
         2**62,
         (length,),
@@ -192,10 +208,19 @@ def agree(
     told: Sequence[int] = (),
     read: Sequence[Tensor] = (),
 ) -> tuple[list[Counts], list[list[int]]]:
-    """Return the counts of this rank's microbatches, and further numbers from each rank of ``group``, whose ranks share
-    these microbatches. Each rank sends the integers ``told`` and the int64 tensors ``read``, which may be on a device.
-    ``seen`` is the result of :func:`look_at`, or ``None`` if this rank refuses its batch; the other ranks are informed
-    of a refusal. All ranks raise :class:`ConfigError` if their batches differ.
+    """Compare this rank's microbatches with those of the other ranks in ``group``, which must be equal, and exchange
+    further numbers. Return the counts of this rank's microbatches, and each rank's further numbers.
+
+    Args:
+        batches: this rank's microbatches.
+        seen: their counts, from :func:`look_at`; ``None`` tells the other ranks that this rank refuses its batch.
+        train: whether it is a training step, which must be the same on all ranks.
+        group: the ranks that must get the same batch; ``None`` if there is only this rank.
+        told: the further numbers that this rank sends.
+        read: int64 tensors, possibly on a device, whose values this rank sends, too.
+
+    Raises:
+        ConfigError: on all ranks, if their batches differ; on all other ranks, if a rank refuses its batch.
     """
     empty = torch.empty(0, len(Counts._fields), dtype=torch.int64)
     own, *more = _on_host(
@@ -251,9 +276,18 @@ def total_of(
     counts: bool,
     passes: int,
 ) -> int:
-    """Return the number of valid labels in all distinct batches, summed over ``group`` on the CPU (``None``: there is
-    one batch). Of the ranks that share a batch, only one sets ``counts``. All ranks raise :class:`ConfigError` if any
-    rank has ``refused`` its batch, or if their numbers of ``passes`` with common collectives differ.
+    """Return the number of valid labels in all distinct batches of a step, summed over the ranks in ``group`` on the
+    CPU.
+
+    Args:
+        valid: the number of valid labels in this rank's batch.
+        refused: the error for which this rank refuses its batch, if any.
+        group: ranks with all distinct batches; ``None`` if there is only one batch.
+        counts: whether this rank's number is added; of the ranks with the same batch, only one adds its number.
+        passes: the number of this rank's forward passes in which data ranks run collectives.
+
+    Raises:
+        ConfigError: on all ranks, if any rank refuses its batch, or if numbers of passes differ.
     """
     numbers = [valid if counts or group is None else 0, passes, passes**2]
     elsewhere = "{} other rank(s) refused their batch of this step: see their error"
@@ -269,7 +303,7 @@ def total_of(
 
 
 def _on_host(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the tensors on the CPU, with one copy for all that are on a device."""
+    """Return the tensors on the CPU; all tensors that are on a device are copied together, in one transfer."""
     away = [tensor for tensor in tensors if tensor.device.type != "cpu"]
     if not away:
         return tensors
@@ -298,7 +332,9 @@ def _different(ranks: list[_Shared], names: list[int]) -> str:
 
 
 def to_device(batches: Sequence[Microbatch], device: torch.device) -> list[Microbatch]:
-    """Return the microbatches on ``device``; CPU tensors without gradients are copied in one buffer, non-blocking."""
+    """Copy the microbatches to ``device``. CPU tensors without gradients are copied together in one buffer,
+    non-blocking.
+    """
     moved = [batch.like(batch) for batch in batches]
     away = device.type != "cpu"
     together: dict[

@@ -1,8 +1,9 @@
-"""Find the forward pass to which a computation belongs, even inside activation checkpointing.
+"""Find the forward pass to which a running computation belongs, even if activation checkpointing is recomputing a
+layer.
 
-A recomputed layer belongs to an earlier forward pass than the latest; in a pipeline, many passes may lie between.
-Autograd numbers its nodes in the order of their creation, and recomputation runs inside the backward of a node of the
-original forward pass, so this node's number identifies the pass.
+A layer that is recomputed in a backward pass does not belong to the latest forward pass; in a pipeline, many passes may
+have begun since. Autograd numbers its nodes in the order of their creation, and recomputation runs inside the backward
+of a node of the original forward pass, so this node's number identifies the pass.
 """
 
 from collections import deque
@@ -16,27 +17,31 @@ _T = TypeVar("_T")
 
 
 class ForwardPasses(Generic[_T]):
-    """Hold the latest forward passes, with a value of type ``_T`` for each."""
+    """Store a value of type ``_T`` for each of the latest forward passes, and look up the value of the pass that is
+    being computed or recomputed.
+    """
 
     def __init__(self) -> None:
         self._begun: deque[tuple[int, _T]] = deque(maxlen=_KEPT)
 
     def begin(self, known: _T) -> None:
-        """Record that a forward pass begins, or that the current pass has another value from now on."""
+        """Store the value ``known`` for the forward pass that begins now, or from now on for the rest of the running
+        pass.
+        """
         self._begun.append((next_node_number(), known))
 
     def clear(self) -> None:
-        """Forget all forward passes: no backward pass will follow."""
+        """Forget the values of all forward passes, since none of them will have a backward pass."""
         self._begun.clear()
 
     @property
     def latest(self) -> _T:
-        """Return the value of the pass that began last."""
+        """Return the value that was stored last."""
         return self._begun[-1][1]
 
     def current(self) -> _T:
-        """Return the value of the running computation's forward pass; raise if too many passes began after that
-        pass.
+        """Return the value of the forward pass to which the running computation belongs: of the latest pass, or, in a
+        recomputation, of the recomputed pass. Raise :class:`ConfigError` if this pass began more than 1024 passes ago.
         """
         if not recomputing():
             return self.latest
@@ -51,5 +56,5 @@ class ForwardPasses(Generic[_T]):
 
 
 def recomputing() -> bool:
-    """Return whether this forward pass is a recomputation by activation checkpointing, inside a backward pass."""
+    """Return whether activation checkpointing is recomputing a layer, inside a backward pass."""
     return backward_pass() != -1

@@ -1,4 +1,6 @@
-"""Gather a model's full tensors, bucket by bucket; no rank holds more than a bucket and one full tensor."""
+"""Gather a model's full tensors from the shards of all ranks, a bucket of tensors at a time; no rank holds more than a
+bucket and one full tensor.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +26,9 @@ from .writing import Attempt, plainly
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Describe one tensor to save and the pipeline stage that holds the tensor; the same on every rank."""
+    """Describe one tensor to save: its name in the checkpoint, shape and dtype, and the pipeline rank that holds it.
+    The description is the same on every rank.
+    """
 
     name: str
     shape: torch.Size
@@ -34,18 +38,20 @@ class SavedTensor:
 
     @property
     def owned(self) -> str:
-        """Return the name in the plan; a tied tensor may be stored under another name."""
+        """Return the parameter's name in the plan; :attr:`name` may differ from it, since a tied tensor may be stored
+        under another of its names.
+        """
         return self.name if self.planned is None else self.planned.name
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the full tensor."""
+        """Return the number of bytes of the full tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def tensors_to_save(runtime: Runtime) -> list[SavedTensor]:
-    """Return the tensors that transformers would save: parameters in plan order, then buffers. Collective with
-    stages.
+    """Return descriptions of the tensors that transformers would save: parameters in the plan's order, then persistent
+    buffers. With pipeline stages, it is collective.
     """
     told = tensors_of_stage(runtime)
     staged = runtime.plan.stages is not None
@@ -53,8 +59,8 @@ def tensors_to_save(runtime: Runtime) -> list[SavedTensor]:
 
 
 def tensors_of_stage(runtime: Runtime) -> list[tuple[Any, ...]]:
-    """Return short descriptions of this stage's saved tensors, for :func:`in_order`; empty on all but one rank per
-    stage.
+    """Return descriptions of the tensors that this pipeline stage saves, as tuples for :func:`in_order`. One rank per
+    stage returns them; the others return an empty list.
     """
     home = runtime.mesh.pp_rank
     if runtime.plan.stages is not None and not runtime.mesh.speaks_for_stage:
@@ -71,7 +77,9 @@ def tensors_of_stage(runtime: Runtime) -> list[tuple[Any, ...]]:
 
 
 def in_order(runtime: Runtime, told: list[list[tuple[Any, ...]]]) -> list[SavedTensor]:
-    """Merge the descriptions from all stages into the sorted list of tensors to save; not collective."""
+    """Merge the descriptions that all pipeline stages returned from :func:`tensors_of_stage` into one list of tensors
+    to save, parameters in the plan's order; not collective.
+    """
     plan = runtime.plan
     ignored = never_stored(runtime.model)
     saved = [
@@ -87,14 +95,16 @@ def in_order(runtime: Runtime, told: list[list[tuple[Any, ...]]]) -> list[SavedT
 
 
 def _kept_name(runtime: Runtime, planned: ParameterPlan) -> str:
-    """Return the name under which transformers stores a tied tensor, which may not be its first name in the model."""
+    """Return the name under which transformers stores a parameter. A tied parameter may be stored under another name
+    than its first one in the model.
+    """
     source = runtime.model.all_tied_weights_keys.get(planned.name)
     by_name = runtime.plan.by_name
     return source if source in by_name and by_name[source].tied_to == planned.name else planned.name
 
 
 def _buffers(runtime: Runtime) -> dict[str, Tensor]:
-    """Return the persistent buffers; they are full and equal on every rank."""
+    """Return the model's persistent buffers by name; they are full and equal on every rank."""
     saved = runtime.model.state_dict(keep_vars=True).keys()  # without detaching every parameter
     return {name: buffer for name, buffer in runtime.model.named_buffers() if name in saved}
 
@@ -106,13 +116,19 @@ def full_tensors(
     attempt: Attempt = plainly,
     to: Sequence[int] = (0,),
 ) -> Iterator[tuple[SavedTensor, Tensor]]:
-    """Yield every tensor to save, one at a time, in the same order on every rank: full on some ranks, empty elsewhere.
+    """Yield every tensor of ``entries``, one at a time, in the same order on every rank: the full tensor on the ranks
+    in ``to`` (global ranks), and an empty tensor on all others.
 
     Tensors are gathered in buckets of the size of the largest tensor, so that many small tensors need few messages:
-    each rank sends all of its shards in a bucket directly to every global rank in ``to``, in one message. ``share_of``
-    returns this rank's shard of an entry, if it is not the model's own parameter; it must be sharded in the same way.
-    ``attempt`` runs every operation that may fail on only one rank. After a failure, shards are still exchanged, so
-    that no rank waits, but the values are meaningless.
+    each rank sends its shards of all tensors in a bucket to every rank in ``to``, in one message.
+
+    Args:
+        entries: the tensors to gather.
+        share_of: returns this rank's shard of an entry; by default, that of the model's own parameter. Other tensors,
+            such as an optimizer's states, must be sharded in the same way.
+        attempt: runs every operation that may fail on only one rank. After a failure, shards are still exchanged, so
+            that no rank waits, but the values are meaningless.
+        to: the global ranks that get full tensors.
     """
     gathering = _Gathering(runtime.mesh, share_of or shares(runtime), to, attempt)
     for bucket in buckets(
@@ -122,7 +138,7 @@ def full_tensors(
 
 
 def shares(runtime: Runtime) -> Callable[[SavedTensor], Tensor | None]:
-    """Return a function that maps an entry to this rank's shard of it, or to ``None`` if this rank has no shard."""
+    """Return a function that maps a tensor to save to this rank's shard of it, or to ``None`` if this rank has none."""
     here = {planned.name: parameter for planned, parameter in runtime.parameters()}
     buffers = _buffers(runtime)
 
@@ -149,8 +165,8 @@ def _pieces(
     mesh: Mesh,
     to: Sequence[int],
 ) -> dict[int, list[_Piece]]:
-    """Return the shards that each rank sends, in order. A tensor that is not sharded is not sent if its rank is the
-    only one in ``to``.
+    """Return, for each rank, the shards of a bucket that it sends, in order. An unsharded tensor is not sent if the
+    rank that holds it is the only receiver.
     """
     result: dict[int, list[_Piece]] = {}
     for entry in bucket:
@@ -164,7 +180,7 @@ def _pieces(
 
 @dataclass(frozen=True)
 class _Gathering:
-    """Gather buckets of tensors; the arguments are those of :func:`full_tensors`."""
+    """Gather full tensors bucket by bucket; see :func:`full_tensors` for the fields."""
 
     mesh: Mesh
     share_of: Callable[[SavedTensor], Tensor | None]
@@ -172,7 +188,7 @@ class _Gathering:
     attempt: Attempt
 
     def full(self, bucket: list[SavedTensor]) -> Iterator[tuple[SavedTensor, Tensor]]:
-        """Yield the tensors of a bucket, full on some ranks and empty elsewhere."""
+        """Yield the tensors of one bucket: full tensors on the receiving ranks, and empty tensors on all others."""
         shards: dict[int, list[tuple[dict[str, int], Tensor]]] = {}
         pieces = {} if self.mesh.control is None else _pieces(bucket, self.mesh, self.to)
         for source, flat in self._exchanged(pieces).items():
@@ -186,7 +202,9 @@ class _Gathering:
             yield entry, torch.empty(0, dtype=entry.dtype) if whole is None else whole
 
     def _exchanged(self, pieces: dict[int, list[_Piece]]) -> dict[int, Tensor]:
-        """Send this rank's bytes of a bucket; on ranks that want them, return every rank's bytes, by rank."""
+        """Send the bytes of this rank's shards in a bucket to the receiving ranks. On these, return the bytes that each
+        rank sent, by rank; on all others, return an empty dict.
+        """
         rank = self.mesh.rank
         group = self.mesh.control
         sizes = {source: bytes_before(_forms(own))[-1] for source, own in pieces.items()}
@@ -205,7 +223,9 @@ class _Gathering:
         return sent
 
     def _copied(self, pieces: list[_Piece]) -> Tensor:
-        """Return the bytes of this rank's shards on the CPU: one copy off the device, to pinned memory."""
+        """Copy the shards of a bucket that this rank sends into one buffer of bytes on the CPU; from a GPU, by one
+        transfer to pinned memory.
+        """
         # An optimizer has no state for empty shards.
         filled = [piece for piece in pieces if prod(_forms([piece])[0][0])]
         held = [share for entry, _ in filled if (share := self.share_of(entry)) is not None]
@@ -217,8 +237,8 @@ class _Gathering:
     def _put_together(
         self, entry: SavedTensor, shards: list[tuple[dict[str, int], Tensor]]
     ) -> Tensor | None:
-        """Return a full tensor from the shards that ranks sent; if no rank sent a shard, this rank already has the full
-        tensor. Return ``None`` if assembling it fails.
+        """Join the shards of a tensor, as received from other ranks, to the full tensor; ``None`` if this fails. If no
+        shards were sent, this rank already has the full tensor, and returns it.
         """
         if not shards:
             own = self.share_of(entry)

@@ -1,15 +1,15 @@
-"""Replace old parameters in optimizers after a model was sharded, or after its sharding was undone.
+"""Replace parameters in optimizers that were created before a model was sharded, or before its sharding was undone.
 
 An optimizer holds parameter objects, and sharding a model replaces these objects. An optimizer that a script created
 earlier would continue with tensors that get no gradients, without an error. So each replaced parameter that is still
-referenced is marked with its successor::
+referenced gets an attribute with its replacement::
 
-    optimizer.param_groups[i]["params"]  -->  old parameter  --mark-->  new parameter, by name in the plan
+    optimizer.param_groups[i]["params"]  -->  old parameter  --attribute-->  new parameter, by name in the plan
     optimizer.state[old]                 -->  optimizer.state[new], its tensors sharded like the parameter
 
-Groups change in place, so their options stay, and schedules continue with the same optimizer. If an old parameter is
-still referenced, all optimizers in memory are searched once and updated. Any other optimizer is updated when it is
-prepared, or at its first step.
+Parameter groups change in place, so their options stay, and schedulers continue with the same optimizer. If an old
+parameter is still referenced, all optimizers in memory are searched once and updated. Any other optimizer is updated
+when it is prepared, or at its first step.
 """
 
 import gc
@@ -32,7 +32,7 @@ _MARK = "_hfscale_successor"
 
 @dataclass(frozen=True)
 class _Successor:
-    """Describe the successor of a replaced parameter."""
+    """Describe the new parameter that replaces an old one in the model, and hence in optimizers."""
 
     name: str
     by: str  # the call that replaced the parameter
@@ -41,7 +41,9 @@ class _Successor:
     ranks: dict[str, int]
 
     def state_of(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Convert an optimizer's state of the replaced parameter to the state of the new parameter."""
+        """Convert the optimizer's state of the old parameter to that of the new parameter: full tensors are sharded
+        like the new parameter, and moved to its device.
+        """
         return {
             key: self._moved(key, value) if isinstance(value, Tensor) else value
             for key, value in values.items()
@@ -66,10 +68,12 @@ class _Successor:
 
 
 class Replaced:
-    """Hold weak references to a model's parameters while ``by``, an hfscale call, replaces them.
+    """Remember a model's parameters by weak references before an hfscale call, named ``by``, replaces them.
 
     Args:
-        with_gradients: also hold the full gradients, and shard them onto the new parameters.
+        named: the parameters with their names.
+        by: the call, for errors.
+        with_gradients: also keep the full gradients, to shard them onto the new parameters.
     """
 
     def __init__(
@@ -83,7 +87,9 @@ class Replaced:
             self._gradients = {name: each.grad for name, each in before if each.grad is not None}
 
     def hand_over(self, runtime: Runtime) -> None:
-        """Mark old parameters that are still referenced with their successors, and update the optimizers in memory."""
+        """After the model was sharded, set on each old parameter that is still referenced an attribute with its
+        replacement, and update all optimizers in memory.
+        """
         plans = runtime.plan.by_name
         now = {planned.name: parameter for planned, parameter in runtime.parameters()}
         self._hand_over_gradients(runtime)
@@ -129,10 +135,11 @@ def _successor_of(parameter: Tensor) -> _Successor | None:
 
 
 def follow(optimizer: Any) -> None:
-    """Replace old parameters in an optimizer by their successors; do nothing if it has no old parameters.
+    """Replace the parameters in an optimizer that no longer belong to their model by those that have replaced them,
+    together with their state. Do nothing if there are none.
 
     Raises:
-        ConfigError: the optimizer cannot continue with the successors; it is left unchanged.
+        ConfigError: the optimizer cannot continue with the new parameters; it is left unchanged.
     """
     groups = getattr(optimizer, "param_groups", ())
     kept = getattr(optimizer, "state", {})
@@ -167,8 +174,8 @@ def _refuse(
     held: list[Tensor],
     found: dict[int, _Successor],
 ) -> None:
-    """Raise :class:`ConfigError` for parameters without a trainable successor, and for optimizers that cannot be
-    updated.
+    """Raise :class:`ConfigError` if an optimizer cannot continue with the new parameters: because it is one of
+    hfscale's own, a parameter was removed from the model, or all new parameters are frozen.
     """
     first = next(iter(found.values()))
     kind = type(optimizer).__name__
@@ -195,7 +202,9 @@ def _refuse(
 
 
 def _replace(group: dict[str, Any], found: dict[int, _Successor]) -> None:
-    """Replace a group's parameters in place; parameters of other stages, and their names if given, leave the group."""
+    """Replace the parameters of an optimizer's group in place. Parameters that are now on other pipeline stages are
+    removed from the group, together with their entries in ``param_names``.
+    """
     kept = [_now(parameter, found) for parameter in group["params"]]
     names = group.get("param_names")
     if names is not None:
@@ -211,8 +220,9 @@ def _now(parameter: Tensor, found: dict[int, _Successor]) -> Tensor | None:
 
 
 def check_optimizers(optimizers: Sequence[Any], runtimes: Sequence[Runtime]) -> None:
-    """Update optimizers whose parameters were replaced. If a model is trained over several ranks, raise ConfigError
-    if the optimizers hold parameters, but none of the models of ``runtimes``.
+    """Replace parameters in the optimizers that no longer belong to their model. If one of the models of ``runtimes``
+    is trained over several ranks, and the optimizers hold parameters, but none of these models', raise
+    :class:`ConfigError`.
     """
     for optimizer in optimizers:
         follow(optimizer)

@@ -1,14 +1,14 @@
-"""Initialize weights at random, independently of the layout.
+"""Initialize weights at random such that they do not depend on the layout.
 
 The model's own code initializes one unit at a time (a decoder layer, the embedding, ...), full and on the CPU, with a
 seed that is derived from the run's seed and the unit's name. Every rank keeps its shard and drops the rest. No rank
 ever holds more than one full unit.
 
-Tensors that ``_init_weights`` does not write should keep the values of their module's constructor, but here the
-constructor ran on the meta device. So a unit is filled with a marker before its initialization. Entries that still have
-the marker afterwards are copied from a second model, in which the constructors of such modules ran with real memory,
-for all layers at once. Of 176 causal-LM families, only four have such tensors (an activation's scalars, a head's bias,
-multipliers); only openai-gpt has large ones.
+Tensors that the model's ``_init_weights`` does not write should keep the values that their module's constructor sets,
+but here the constructor ran on the meta device, which holds no values. So a unit is filled with a marker value before
+its initialization. Entries that still have the marker afterwards are copied from a second model, in which the
+constructors of such modules ran with real memory, for all layers at once. Of 176 causal-LM families, only four have
+such tensors (an activation's scalars, a head's bias, multipliers); only openai-gpt has large ones.
 """
 
 import hashlib
@@ -36,9 +36,11 @@ def initialize_local_weights(
     seed: int,
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return this rank's shards of the freshly initialized parameters that are ``wanted``, by owned name, and the full
-    buffers. Modules of ``template``, the full stock model on the meta device, get memory and are emptied again one by
-    one.
+    """Initialize a model's weights at random. Return this rank's shards of the parameters for which ``wanted`` returns
+    true, by name (a tied one under its first name), and the full buffers.
+
+    ``template`` is the full stock model on the meta device; one of its modules at a time gets memory, and is emptied
+    again.
     """
     rank = mesh.pp_rank
     held = plan.local_names(rank)
@@ -74,15 +76,17 @@ def initialize_local_weights(
 
 
 def _fill_with_marker(tensors: Iterable[Tensor]) -> None:
-    """Fill tensors with the marker, a value that no initialization writes."""
+    """Fill tensors before their initialization with a value that no initialization writes (NaN, or 113 in integer
+    tensors), to find the entries that are not initialized.
+    """
     for tensor in tensors:
         if tensor.dtype != torch.bool:
             tensor.detach().fill_(torch.nan if tensor.is_floating_point() else _WHOLE_NUMBER)
 
 
 def _untouched(tensor: Tensor) -> Tensor:
-    """Return a mask of the entries that still have the marker; for integer tensors, the mask is all true or all
-    false.
+    """Return a mask of the entries that initialization has not written, since they still have the value of
+    :func:`_fill_with_marker`. In integer tensors, either all entries count as not written or none.
     """
     if tensor.is_floating_point():
         return tensor.isnan()
@@ -91,7 +95,9 @@ def _untouched(tensor: Tensor) -> Tensor:
 
 
 class _Constructors:
-    """Fill entries that ``_init_weights`` does not write with the values that modules' constructors set."""
+    """Set the entries of tensors that the model's ``_init_weights`` has not written to the values that modules'
+    constructors set.
+    """
 
     def __init__(self, template: Any, seed: int) -> None:
         self._template = template
@@ -100,7 +106,9 @@ class _Constructors:
         self._made: Any = None
 
     def fill(self, names: list[str]) -> None:
-        """Fill the entries of the template's parameters and buffers ``names`` that still have the marker."""
+        """Set the entries of parameters and buffers ``names`` that initialization has not written to the values that
+        modules' constructors set. Raise :class:`CheckpointError` if constructors set none.
+        """
         template = self._template
         tensors = {name: _tensor_at(template, name) for name in names}
         left = {
@@ -137,8 +145,9 @@ def _units(
     name: str,
     layers: set[str],
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield the units of initialization as ``(name, module, recurse)``. With ``recurse``, a unit is a layer, or a
-    module that contains no layer, including all submodules; otherwise it is a module that contains layers, alone.
+    """Yield the modules that are initialized one after another, as ``(name, module, recurse)``. With ``recurse``, the
+    module is initialized with all its submodules: a layer, or a module that contains no layers. Without, only its own
+    tensors are, because it contains layers.
     """
     inside = {child for child, _ in module.named_modules(prefix=name)}
     if name in layers or not inside & layers:
@@ -150,6 +159,6 @@ def _units(
 
 
 def seed_of(seed: int, name: str) -> int:
-    """Return the seed of the unit called ``name``."""
+    """Return the seed for initializing the module ``name``, derived from the run's ``seed`` and the name."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,5 +1,5 @@
-"""Plan parameters that are added to a model of one process after planning: adapters by PEFT's own functions, prompts, a
-user's module around the model.
+"""Add parameters to a model's plan that user code adds to the model after planning, in one process: adapters by PEFT's
+own functions, prompts, or a module that wraps the model.
 
 In one process nothing is sharded, so such parameters need no decisions, and stock code may change a model freely. When
 they are in the plan, norms, optimizers and saved states include them like all other parameters. Over several ranks, a
@@ -15,7 +15,9 @@ from ...plan import ParameterPlan, Plan
 
 
 def with_latecomers(plan: Plan, live: Mapping[str, nn.Parameter]) -> Plan:
-    """Return the plan with the ``live`` parameters that it lacks; a live parameter may have several names."""
+    """Return the plan with an entry for each parameter that the model has now (``live``, by name) and the plan lacks. A
+    parameter in ``live`` may have several names; it gets one entry.
+    """
     known = {id(live[planned.name]) for planned in plan.parameters if planned.name in live}
     late: dict[int, ParameterPlan] = {}
     for name, parameter in live.items():

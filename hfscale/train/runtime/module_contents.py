@@ -1,7 +1,8 @@
 """Check cheaply, in every step, whether a model still has the same modules and parameters.
 
-A walk through a few hundred modules mostly waits for memory that forward and backward passes have evicted from the
-caches, so all checks of one step share one walk. The walk builds and compares lists without Python code for each entry.
+Walking through a few hundred modules mostly waits for memory that forward and backward passes have evicted from the
+CPU's caches, so all checks of one step share one walk. The walk builds and compares lists without Python code for each
+entry.
 """
 
 from collections.abc import Iterator
@@ -19,13 +20,17 @@ _values = methodcaller("values")
 _type = attrgetter("dtype")
 _missing = partial(is_, None)
 _LEAVES = frozenset({nn.Linear, nn.Embedding, nn.Identity, nn.Dropout, nn.ParameterDict})
-"""Classes of modules without children. A PEFT wrapper holds seven of them in addition to the wrapped module."""
+"""Classes of modules that normally have no children. A PEFT wrapper holds seven of them in addition to the wrapped
+module.
+"""
 _BARE = frozenset({nn.ModuleDict, nn.ModuleList, nn.Identity, nn.Dropout})
-"""Classes of modules without own parameters."""
+"""Classes of modules that normally have no parameters themselves."""
 
 
 class ModuleContents:
-    """Record the children and the parameters of every module of a model, and the parameters' dtypes."""
+    """Record the children and the parameters of every module of a model, and the dtypes of parameters, to find out
+    whether any of them has changed.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -41,7 +46,9 @@ class ModuleContents:
         self._held: list[Any] = []
 
     def version(self) -> int:
-        """Return a version number, which changes when the children or parameters of any module have changed."""
+        """Return a number that changes when the children, the parameters or their dtypes of any module have changed
+        since the last call.
+        """
         if not self._fixed:
             names, held = self._count_entries()
             same = (
@@ -61,7 +68,9 @@ class ModuleContents:
 
     @contextmanager
     def fixed(self) -> Iterator[None]:
-        """Walk through the modules once for the whole ``with`` block, in which nothing changes them."""
+        """Check the modules for changes only once, at the beginning of the ``with`` block, in which nothing may change
+        them.
+        """
         self.version()
         outer = self._fixed
         self._fixed = True
@@ -71,7 +80,9 @@ class ModuleContents:
             self._fixed = outer
 
     def _count_entries(self) -> tuple[list[Any], list[Any]]:
-        """Return the numbers of entries, the names, and the dictionaries that contain them, children first."""
+        """Return two lists that together change with the model's contents: numbers and names of all modules' children
+        and parameters; and these children, parameters, and the parameters' dtypes.
+        """
         # The dicts are fetched again each time, because `del layers[-1]` gives a ModuleList a new dict.
         children, parameters = own_contents(self._parents, self._holders)
         own = list(filterfalse(_missing, chain.from_iterable(map(_values, parameters))))

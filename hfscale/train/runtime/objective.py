@@ -1,4 +1,6 @@
-"""Define losses that can be normalized for a whole step, and the objective of its microbatches."""
+"""Define losses that are averaged over all labels of a step, not of a microbatch, and the computation of a step's loss
+from its microbatches.
+"""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -19,7 +21,7 @@ _IGNORED = -100
 
 
 class StepLoss(Protocol):
-    """Compute a loss that can be normalized for a whole step."""
+    """Define the interface of losses that are averaged over all labels of a step, not of each microbatch."""
 
     shift: int  # the number of positions by which labels are shifted against the logits
     # the gradient with which backward passes start (a loss scale), for losses that compute 16-bit gradients already in
@@ -30,7 +32,9 @@ class StepLoss(Protocol):
     divides: bool  # whether the model's own code divides the loss by ``num_items_in_batch``
 
     def count_labels(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Count a microbatch's labels in the loss, and those outside the vocabulary, on its device, without waiting."""
+        """Return two numbers as tensors on the microbatch's device, without waiting for it: its labels that count in
+        the loss, and its labels outside of the vocabulary.
+        """
 
     def check_smoothing(self, label_smoothing: float) -> None:
         """Raise :class:`ConfigError` if the loss does not support label smoothing."""
@@ -38,32 +42,43 @@ class StepLoss(Protocol):
     def loss_of(
         self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float
     ) -> Tensor:
-        """Compute the loss of one microbatch, scaled for a step with ``count`` valid labels."""
+        """Compute the loss of one microbatch: the sum over its labels, divided by ``count``, the number of valid labels
+        of the whole step.
+        """
 
     def scoring(self, temperature: float = 1.0, read: Any = None) -> AbstractContextManager[Any]:
-        """Let forward passes inside the ``with`` block compute token scores, or apply ``read`` to lazy logits; the loss
-        that they return is meaningless.
+        """Inside the ``with`` block, make forward passes compute statistics of each label's token (log-probability,
+        entropy, ...; :class:`hfscale.TokenScores`), or apply the function ``read`` to the logits. The loss that forward
+        passes return is then meaningless.
         """
 
     def distilling(self, teacher: TaughtRows) -> AbstractContextManager[Any]:
-        """Compute the divergence from a teacher as the loss inside the ``with`` block."""
+        """Inside the ``with`` block, compute as the loss the divergence of the model's token distributions from those
+        of ``teacher``.
+        """
 
     def keeping_outputs(self) -> AbstractContextManager[list[Any]]:
-        """Append the model's output of each microbatch in the `with` block to the list, with logits ``[b, s, V]``."""
+        """Inside the ``with`` block, append the model's output of each microbatch to a list, which is the block's
+        value; outputs have logits ``[b, s, V]``.
+        """
 
 
 class KeepsOutputs:
-    """Record the model's outputs on request: a base class of losses."""
+    """Let callers collect the outputs that the model returns while the loss is computed: a base class of losses."""
 
     _kept: list[Any] | None = None
 
     def keeping_outputs(self) -> AbstractContextManager[list[Any]]:
-        """Record the model's outputs inside the `with` block: see :meth:`StepLoss.keeping_outputs`."""
+        """Inside the ``with`` block, append the model's output of each microbatch to a list, which is the block's
+        value.
+        """
         return attribute_replaced(self, "_kept", [])
 
 
 class OwnLoss(KeepsOutputs):
-    """Use the model's ``model(**batch).loss``, a mean over rows or valid labels, weighted by their number."""
+    """Compute a step's loss from ``model(**batch).loss`` of each microbatch. The model returns a mean over rows, or
+    over valid labels, so each microbatch is weighted by its number of rows or labels.
+    """
 
     shift = 0
     expected_gradient = 1.0
@@ -76,13 +91,15 @@ class OwnLoss(KeepsOutputs):
         self.divides = planned.divides
 
     def count_labels(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Count the rows, or the labels that are not ignored."""
+        """Return the number of the microbatch's rows, or of its labels that are not ignored, whichever the model's loss
+        averages over; and 0, because no labels are checked against a vocabulary.
+        """
         labels: Tensor = batch["labels"]
         none = torch.zeros((), dtype=torch.int64, device=labels.device)
         return (none + len(labels) if self._rows else (labels != _IGNORED).sum()), none
 
     def check_smoothing(self, label_smoothing: float) -> None:
-        """Raise :class:`ConfigError` for label smoothing, because the loss is computed inside the model."""
+        """Raise :class:`ConfigError`: label smoothing is not supported, because the model computes its loss itself."""
         raise ConfigError(
             f"label_smoothing={label_smoothing} needs a loss over a vocabulary, but {self._name} computes its "
             "own loss: leave it out, or smooth labels in a plain loop"
@@ -91,7 +108,9 @@ class OwnLoss(KeepsOutputs):
     def loss_of(
         self, model: nn.Module, batch: Microbatch, count: Tensor, label_smoothing: float
     ) -> Tensor:
-        """Compute the loss of one microbatch, scaled for a step with ``count`` rows or labels."""
+        """Compute the loss of one microbatch: the model's mean, times the microbatch's number of rows or labels,
+        divided by ``count``, the number in the whole step.
+        """
         loss: Tensor
         valid = self.count_labels(batch)[0] if batch.valid is None else batch.valid
         if not valid:  # the mean over no labels is NaN
@@ -114,7 +133,9 @@ class OwnLoss(KeepsOutputs):
         )
 
     def scoring(self, *_: Any, **__: Any) -> AbstractContextManager[Any]:
-        """Raise :class:`ConfigError`: token scores and distillation are defined only for causal language models."""
+        """Raise :class:`ConfigError`, because log-probabilities of tokens, and distillation, need the loss of a causal
+        language model.
+        """
         raise ConfigError(
             f"token scores and distillation need a causal language model's loss, but {self._name} has another loss: "
             "use a causal language model"
@@ -125,7 +146,7 @@ class OwnLoss(KeepsOutputs):
 
 @dataclass(frozen=True)
 class Objective:
-    """Compute the loss of a step's microbatches, on the rank that has the head."""
+    """Compute the loss of each microbatch of a step, on the rank that has the head; the step's loss is their sum."""
 
     # ``loss(model, microbatch, index)``, scaled so that the step's loss is the sum over microbatches
     loss: Callable[[Any, Microbatch, int], Tensor]

@@ -1,7 +1,8 @@
-"""Find modules and parameters by their stock names, even if PEFT has wrapped adapters around them.
+"""Find modules and parameters of a model by the names that they have in the stock model, even if PEFT has wrapped
+modules for adapters.
 
-PEFT replaces a module by a wrapper, and the module becomes the wrapper's child. hfscale uses the stock model's names
-everywhere, so these functions search inside wrappers.
+PEFT replaces a module by a wrapper, and the module becomes the wrapper's child, which changes its name. hfscale uses
+the stock model's names everywhere, so these functions search inside wrappers.
 """
 
 from typing import Any
@@ -15,14 +16,18 @@ from .module_contents import ModuleContents
 
 
 def stock_name(name: str) -> str:
-    """Return a name without PEFT's wrappers: ``layers.0.q_proj.base_layer.weight`` -> ``layers.0.q_proj.weight``."""
+    """Return a name in the stock model from a name with PEFT's wrappers: ``layers.0.q_proj.base_layer.weight`` ->
+    ``layers.0.q_proj.weight``.
+    """
     return ".".join(part for part in name.split(".") if part not in WRAPPED)
 
 
 class LiveParameters:
-    """Find a model's parameters by name; names are computed again when a module or a parameter was added or removed.
+    """Find a model's present parameters by name. Names are computed again only after a module or parameter was added or
+    removed.
 
-    A parameter keeps its names as long as it is in the model, even inside a wrapper of an unknown class.
+    A parameter keeps its names as long as it is in the model, even if a wrapper of an unknown class is put around its
+    module.
     """
 
     def __init__(self, model: nn.Module, contents: ModuleContents) -> None:
@@ -35,13 +40,13 @@ class LiveParameters:
         self.outermost = model
 
     def look_around(self, outer: nn.Module) -> None:
-        """Include the parameters of ``outer``, a module around the model, from now on."""
+        """From now on, also find the parameters of ``outer``, a module that contains the model."""
         if outer is not self._model and outer is not self.outermost:
             self.outermost, self._around, self._version = outer, ModuleContents(outer), 0
 
     def by_name(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by stock names and by names with PEFT's wrappers; tied parameters have several
-        names.
+        """Return the model's present parameters by their names in the stock model, and also by their names with PEFT's
+        wrappers. A tied parameter has several names.
         """
         contents = self._around or self._contents
         if self._version != (version := contents.version()):
@@ -70,26 +75,28 @@ class LiveParameters:
         return parameters
 
     def forget(self) -> None:
-        """Drop all references to parameters."""
+        """Drop all references to the model's parameters."""
         self._found = {}
         self._version = 0
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the stock module under any number of wrappers."""
+    """Return the stock module inside any number of PEFT's wrappers; a module that is not wrapped is returned itself."""
     while (inner := wrapped(module)) is not None:
         module = inner
     return module
 
 
 def computing(module: nn.Module) -> list[nn.Module]:
-    """Return the stock modules in a wrapper, any of which may run: the wrapped module and its trained copies."""
+    """Return the stock modules in PEFT's wrapper, of which one computes the output: the wrapped module, and its trained
+    copies, one per adapter.
+    """
     return [unwrapped(module), *trained_copies(module)]
 
 
 def module_at(model: nn.Module, name: str) -> nn.Module:
-    """Return the module, or its outermost wrapper, at ``name``, which is a stock name or a name with wrappers; raise
-    AttributeError if there is no such module.
+    """Return the module at ``name``, which may be a name in the stock model, or a name with PEFT's wrappers. A module
+    that PEFT has wrapped is returned with its wrappers. Raise AttributeError if there is no such module.
     """
     module = model
     for part in name.split(".") if name else ():
@@ -100,7 +107,9 @@ def module_at(model: nn.Module, name: str) -> nn.Module:
 
 
 def owner_of(model: nn.Module, parameter: str) -> tuple[nn.Module, str]:
-    """Return the module that holds a parameter, and the attribute's name; names are like in :func:`module_at`."""
+    """Return the module that holds a parameter, and the parameter's attribute name in it. ``parameter`` is a name in
+    the stock model, or a name with PEFT's wrappers.
+    """
     owner, _, attribute = parameter.rpartition(".")
     module = module_at(model, owner)
     while attribute not in own_parameters(module) and (inner := wrapped(module)) is not None:
@@ -109,24 +118,28 @@ def owner_of(model: nn.Module, parameter: str) -> tuple[nn.Module, str]:
 
 
 def parameter_at(model: nn.Module, name: str) -> Any:
-    """Return the parameter at ``name``, or its placeholder; names are like in :func:`module_at`."""
+    """Return the parameter at ``name``, a name in the stock model or with PEFT's wrappers."""
     module, attribute = owner_of(model, name)
     return own_parameters(module)[attribute]
 
 
 def put_parameter(model: nn.Module, name: str, parameter: Tensor) -> None:
-    """Replace the parameter at ``name`` (see :func:`module_at`), possibly by a plain tensor, and keep the order."""
+    """Replace the parameter at ``name`` (in the stock model, or with PEFT's wrappers) by ``parameter``, which may be a
+    plain tensor. The order of the module's parameters does not change.
+    """
     module, attribute = owner_of(model, name)
     own_parameters(module)[attribute] = parameter
 
 
 def put_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:
-    """Replace the buffer at ``name`` by ``buffer``; names are like in :func:`module_at`."""
+    """Replace the buffer at ``name`` (in the stock model, or with PEFT's wrappers) by ``buffer``."""
     owner, _, attribute = name.rpartition(".")
     own_buffers(module_at(model, owner))[attribute] = buffer
 
 
 def materialize_buffers(model: nn.Module, buffers: dict[str, Tensor], device: torch.device) -> None:
-    """Replace a model's meta buffers by real ``buffers``, and move existing buffers to ``device``."""
+    """Replace the model's buffers named in ``buffers`` (which are on the meta device) by the given tensors, and move
+    all buffers to ``device``.
+    """
     for name, buffer in list(model.named_buffers()):
         put_buffer(model, name, buffers.get(name, buffer).to(device))

@@ -1,11 +1,12 @@
-"""Define the runtime of a parallelized model, and the interfaces of its parts and its executor.
+"""Define the runtime object of a parallelized model, and the interfaces of the layout's features and of the executor of
+steps.
 
-These classes depend on each other. A :class:`Part` is one feature of a layout (tensor, experts, data, adapters, ...):
-it is installed into the model once, and its hooks are called at fixed places. An :class:`Executor` runs the
-microbatches of a step: one after another, or through pipeline stages. The :class:`Runtime` is attached to the model and
-holds its plan, mesh, executor and parts. Building, training and saving loop over parts. :class:`DataAxes`,
-:class:`ContextAxis` and :class:`SequenceAxis` define the calls of a step to one axis, and do nothing if the axis has
-one rank.
+The :class:`Runtime` is attached to the model and holds its plan and its mesh, an executor and parts. A :class:`Part` is
+the code of one feature (tensor, expert and data axes, adapters, ...): it is installed into the model once, and a step
+calls its hooks. An :class:`Executor` runs the microbatches of a step: one after another, or through pipeline stages.
+Building, training and saving loop over the parts. :class:`DataAxes`, :class:`ContextAxis` and :class:`SequenceAxis`
+define the operations of one axis in a step; they do nothing if the axis has one rank. The classes refer to each other,
+so they are in one file.
 """
 
 import math
@@ -36,86 +37,111 @@ _P = TypeVar("_P", bound="Part")
 
 Batch = Mapping[str, Any]
 Hook = Callable[..., Any]
-"""A method of :class:`Part` that subclasses may implement, such as ``Part.around_step``."""
+"""A hook: a method of :class:`Part` that does nothing unless a subclass implements it, such as ``Part.around_step``."""
 
 
 class Part:
-    """Implement one feature of a layout in one model. Hooks do nothing by default."""
+    """Implement one feature of a layout (an axis, adapters, ...) in one model. Steps, saves and builds of the model
+    call its methods, called hooks, which do nothing by default.
+    """
 
     masks_padding = False  # whether the part reads from the attention mask which tokens are padding
     is_logged = False  # whether a trainer logs the part's :meth:`metrics` with the loss
     state_key = ""  # the key of :meth:`state` in saved states; stays when the class is renamed
 
     def is_needed(self, runtime: "Runtime") -> bool:
-        """Return whether the plan or an option requests this feature; otherwise the runtime omits the part."""
+        """Return whether this feature is used in the model, according to its plan and options; otherwise it is not
+        installed.
+        """
         return True
 
     def install(self, runtime: "Runtime", weights: LocalWeights | None) -> None:
-        """Install this feature in the model, which has local sizes; ``weights``, if given, are set afterwards."""
+        """Install this feature in the model, whose parameters already have their local shapes. ``weights``, if given,
+        holds the values that the parameters get afterwards.
+        """
 
     def take_out(self, runtime: "Runtime", weights: LocalWeights) -> None:
-        """Add weights that are not among the model's parameters to ``weights``, after the installation was undone."""
+        """Finish undoing the installation of this feature, after hooks and replaced attributes were already removed.
+        Weights that the feature keeps outside of the model's parameters are added to ``weights``.
+        """
 
     def plan_without(self, runtime: "Runtime", live: Mapping[str, nn.Parameter]) -> Plan | None:
-        """Return the plan without this feature if stock code has removed the feature from a model, whose parameters are
-        now ``live``; ``None`` if the feature is still in the model. Called only in one process.
+        """Return the model's plan without this feature if stock code has removed the feature (such as merged adapters)
+        from the model, whose parameters are now ``live``. Return ``None`` if the feature is still in the model. Called
+        only in one process.
         """
         return None
 
     def check_step(
         self, runtime: "Runtime", batches: Sequence[Batch], user_loss: bool = False
     ) -> None:
-        """Raise :class:`ConfigError` if this part cannot run the microbatches of a step. ``user_loss`` is whether the
-        loss is a user's ``loss_fn``, which sums over full outputs and is divided after the backward pass.
+        """Raise :class:`ConfigError` if this feature cannot run the microbatches of a step. ``user_loss`` is whether
+        the loss is a user's ``loss_fn``, which sums over full outputs and is divided after the backward pass.
         """
 
     def around_step(
         self, runtime: "Runtime", microbatches: Sequence[Microbatch], train: bool
     ) -> AbstractContextManager[None]:
-        """Wrap all passes of one step over this rank's ``microbatches``."""
+        """Return a context manager that is active during a whole step, around all forward and backward passes over this
+        rank's ``microbatches``. ``train`` is whether it is a training step.
+        """
         return nullcontext()
 
     def loss_factor(self, runtime: "Runtime") -> float:
-        """Return this part's factor on a loss before its backward pass."""
+        """Return the factor by which this feature requires a loss to be multiplied before its backward pass (a loss
+        scale, or the number of data ranks).
+        """
         return 1.0
 
     def around_stage_pass(
         self, runtime: "Runtime", arrives: int | None, leaves: bool
     ) -> AbstractContextManager[None]:
-        """Wrap one forward pass through a pipeline stage: ``arrives`` is the number of tokens per sample that come from
-        another stage (``None`` on the first stage), and ``leaves`` is whether hidden states are sent to another stage.
+        """Return a context manager that is active during one forward pass through a pipeline stage.
+
+        Args:
+            arrives: the number of tokens per sample in the hidden states that come from another stage; ``None`` on the
+                first stage.
+            leaves: whether hidden states are sent to another stage.
         """
         return nullcontext()
 
     def around_gradients(self, runtime: "Runtime") -> AbstractContextManager[None]:
-        """Wrap the backward passes of a step; at the end, reduce gradients that are partial over ranks."""
+        """Return a context manager that is active during the backward passes of a step; at its end, gradients of which
+        each rank has only one term are summed over ranks.
+        """
         return nullcontext()
 
     def around_interleaved(
         self, runtime: "Runtime", backward: bool
     ) -> AbstractContextManager[None]:
-        """Wrap several passes in flight at once, during which this part must run no collective between layers."""
+        """Return a context manager that is active while a pipeline schedule runs the passes of several microbatches in
+        turn. Meanwhile, this feature must run no collective between layers.
+        """
         return nullcontext()
 
     def local_view(self, module: str) -> str | None:
-        """Describe the tokens that a hook on a module reads in this pass; ``None``: all tokens."""
+        """If a user's hook on ``module`` would get only this rank's shard of its inputs in the present forward pass,
+        describe the shard for a warning; otherwise return ``None``.
+        """
         return None
 
     def metrics(self, runtime: "Runtime") -> Mapping[str, float]:
-        """Return numbers about the training so far, the same on every rank."""
+        """Return this feature's numbers for the training log, by name, the same on every rank."""
         return {}
 
     def state(self, runtime: "Runtime") -> dict[str, Any]:
-        """Return this part's own state for a saved run: plain data that is valid in every layout."""
+        """Return this feature's state for a saved run: plain data that is valid in every layout."""
         return {}
 
     def put_state(self, runtime: "Runtime", state: dict[str, Any]) -> None:
-        """Restore the state that :meth:`state` returned; not called if the returned state was empty."""
+        """Restore this feature's state, as :meth:`state` returned it; not called if the state was empty."""
 
 
 class Executor:
-    """Run a step's microbatches one after another; ``under_way`` is whether microbatches of earlier steps are in
-    flight.
+    """Run the microbatches of a training or evaluation step one after another; subclasses run them through pipeline
+    stages.
+
+    ``under_way`` is whether microbatches of earlier steps are still in flight.
     """
 
     under_way = False
@@ -124,50 +150,59 @@ class Executor:
         self._runtime = runtime
 
     def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
-        """Return the microbatches of a step, by default the given batches."""
+        """Return the microbatches into which the batches given to a step are split; by default, these batches
+        themselves.
+        """
         return [dict(batch) for batch in given]
 
     def uncut(self) -> AbstractContextManager[None]:
-        """Avoid splitting batches into microbatches inside the ``with`` block, if possible."""
+        """Inside the ``with`` block, do not split given batches into microbatches, if the schedule allows it."""
         return nullcontext()
 
     def fewest_rows(self) -> int:
-        """Return the number of rows of the smallest batch that can be split into microbatches."""
+        """Return the smallest number of rows that a batch must have to be split into microbatches."""
         return 1
 
     def passes_together(self, microbatches: int) -> int:
-        """Return the number of passes per step in which data ranks run collectives, which must be equal on all
-        ranks.
+        """Return how many passes of a step with this number of microbatches run collectives of data ranks; all ranks
+        must run the same number of such passes.
         """
         return microbatches
 
     def older_weights(self) -> Sequence[Tensor]:
-        """Return the stashed weights for microbatches in flight that began before the last update."""
+        """Return the copies of earlier weights that are kept for microbatches in flight, whose forward pass ran before
+        the last update.
+        """
         return ()
 
     def waiting_gradients(self) -> Sequence[Tensor]:
-        """Return gradients that have not yet been added to a parameter's ``.grad``."""
+        """Return the gradients that this executor keeps and has not yet added to parameters' ``.grad``."""
         return ()
 
     def agrees(self, train: bool) -> bool:
-        """Return whether a step begins with an exchange that compares the batches of ranks that share a batch."""
+        """Return whether the ranks that must get the same batch compare their batches at the beginning of a step."""
         return True
 
     def numbers_to_compare(self, train: bool) -> tuple[list[int], list[Tensor]]:
-        """Return the numbers that this rank sends in the exchange of :meth:`agrees`: integers, and tensors on a
-        device.
+        """Return what this rank sends to the other ranks when they compare their batches at the beginning of a step:
+        integers, and integer tensors on a device.
         """
         return [], []
 
     def compare_numbers(self, told: list[list[int]]) -> None:
-        """Check the numbers ``told`` by each rank in the exchange, in the order of ranks."""
+        """Check the numbers that all ranks, in order, have sent at the beginning of a step
+        (:meth:`numbers_to_compare`).
+        """
 
     def run(
         self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool
     ) -> Tensor:
-        """Run forward passes over the microbatches; with ``backward``, leave gradients in ``.grad``. Return the loss of
-        the whole step, on every rank: the sum of ``objective`` over the microbatches of all distinct batches. ``model``
-        is the module that is called: the runtime's model, or a wrapper around it (PEFT, ``torch.compile``).
+        """Run the forward passes of a step over this rank's microbatches; with ``backward``, also the backward passes,
+        which leave gradients in ``.grad``.
+
+        ``model`` is the module to call: the parallelized model, or a wrapper of it (PEFT, ``torch.compile``).
+        ``objective`` computes the loss of a microbatch. Return the loss of the whole step, the same on every rank: the
+        sum over the microbatches of all distinct batches.
         """
         run = self._train if backward else self._evaluate
         return self._runtime.sum_of_shares(run(model, batches, objective))
@@ -194,67 +229,83 @@ class Executor:
         return torch.as_tensor(total, device=self._runtime.mesh.device)
 
     def drain(self) -> Iterator[Tensor]:
-        """Finish the microbatches in flight: see :func:`hfscale.drain`."""
+        """Finish the microbatches that are still in flight, and yield their losses: see :func:`hfscale.drain`."""
         return iter(())
 
     def check_plain_call(self, call: str) -> None:
-        """Raise :class:`ConfigError` if a user's own loop cannot call the model directly."""
+        """Raise :class:`ConfigError` if a user's own loop cannot call the model directly, since pipeline stages run
+        only in training steps. ``call`` names what the user called.
+        """
 
 
 class DataAxes:
-    """Reduce gradients and shard parameters over the data axes."""
+    """Define what a step needs of the data axes: reductions of gradients, and gathering of sharded parameters. By
+    default, there is one data rank, and nothing to do.
+    """
 
     def before_backward(self, last: bool) -> None:
-        """Prepare for a backward pass; gradients are reduced in the ``last`` backward pass of a step."""
-
-    def accumulate_late_gradients(self) -> None:
-        """Add up gradients that were computed without autograd's hooks."""
-
-    def after_microbatch(self) -> None:
-        """Reduce the gradients of one of several microbatches, if the layout requires it."""
-
-    def release(self) -> None:
-        """Free gathered parameters that forward passes keep for backward passes, so that parameters are shards
-        again.
+        """Prepare for the backward pass of one microbatch. Gradients are reduced over data ranks in the ``last`` one of
+        a step, or in every one if the layout says so (``reduce_each_microbatch``).
         """
 
+    def accumulate_late_gradients(self) -> None:
+        """Include gradients that a pipeline schedule computes separately from the backward pass of activations, where
+        autograd calls no hooks, in the gradients to reduce.
+        """
+
+    def after_microbatch(self) -> None:
+        """Reduce the gradients of the microbatch whose backward pass has ended, if the layout reduces gradients for
+        each microbatch.
+        """
+
+    def release(self) -> None:
+        """Free the full parameters that were gathered over data ranks, so that the model holds its shards again."""
+
     def as_shards(self) -> AbstractContextManager[None]:
-        """Release gathered parameters for a ``with`` block that writes into shards, and gather the same parameters
-        again afterwards.
+        """Inside the ``with`` block, which writes into shards, hold only shards of the parameters. Afterwards, gather
+        those parameters again that were gathered before.
         """
         return nullcontext()
 
 
 class ContextAxis:
-    """Shard the sequences of a batch over the context axis."""
+    """Define what a step needs of the context axis: sharding of sequences, and gathering of tokens. By default, there
+    is one context rank, and nothing to do.
+    """
 
     def shard_batch(self, batch: Microbatch) -> Microbatch:
-        """Return this rank's shard of the sequences in ``batch``."""
+        """Return the batch with this rank's tokens only, of sequences that are sharded over context ranks."""
         return batch
 
     def gather_tokens(self, batch: Microbatch, own: Tensor) -> Tensor:
-        """All-gather a per-token output ``[b, s_local, ...]`` into ``[b, s, ...]``: the inverse of `shard_batch`."""
+        """All-gather a per-token output ``[b, s_local, ...]`` over context ranks into ``[b, s, ...]``, in the order of
+        tokens.
+        """
         return own
 
     def own_tokens(self, batch: Microbatch, whole: Tensor) -> Tensor:
-        """Return this rank's tokens of ``whole [b, s, ...]``: the inverse of `gather_tokens`."""
+        """Select this rank's tokens from a full per-token tensor ``[b, s, ...]``: the inverse of `gather_tokens`."""
         return whole
 
 
 class SequenceAxis:
-    """Shard the hidden states between blocks over the tensor axis (sequence parallelism)."""
+    """Define what a step needs of sequence parallelism, which shards hidden states between attention and MLP modules
+    over tensor ranks. By default, they are not sharded.
+    """
 
     def local_seqlen(self, tokens: int) -> int:
-        """Return how many of ``tokens`` per sample this rank has in the hidden states between blocks in training."""
+        """Return how many of the ``tokens`` of a sample this rank holds in the hidden states between attention and MLP
+        modules, in training.
+        """
         return tokens
 
     def is_seq_sharded(self, module: str) -> bool:
-        """Return whether a module of the layers processes only this rank's tokens in the present forward pass."""
+        """Return whether the module ``module`` of a layer gets only this rank's tokens in the present forward pass."""
         return False
 
 
 class AdapterAxis(Protocol):
-    """Define the interface to the adapters that PEFT has added to a model."""
+    """Define the interface by which other code reads the adapters that PEFT has added to a model."""
 
     peft_model: Any  # PEFT's model around this rank's model
     whole: Any  # PEFT's model around the full model, on the meta device
@@ -274,54 +325,64 @@ class AdapterAxis(Protocol):
         ...
 
     def stored_names(self, runtime: "Runtime") -> dict[str, str]:
-        """Map the keys of PEFT's file to the keys of the same tensors in a saved state."""
+        """Map each key of PEFT's adapter files to the key of the same tensor in a saved state of hfscale."""
         ...
 
     def buffer_names(self) -> dict[str, str]:
-        """Map this rank's names of the wrappers' buffers to names that are equal on all ranks."""
+        """Map the names of buffers in PEFT's wrappers on this rank to names that are the same on all ranks."""
         ...
 
     def read_saved(self, directory: str, runtime: "Runtime") -> dict[str, Tensor]:
-        """Return this rank's shards of a saved adapter."""
+        """Read a saved adapter from ``directory``, and return this rank's shards by name."""
         ...
 
     def in_front(self, runtime: "Runtime", batch: Batch) -> Batch:
-        """Return a batch with the tokens of a prompt in front of its rows, if the adapter is a prompt."""
+        """Return the batch with the trained prompt's tokens in front of each row; unchanged if the adapter is not a
+        prompt (as in prompt tuning).
+        """
         ...
 
     def without_prompt(self, runtime: "Runtime", batch: Batch) -> Batch:
-        """Return a batch without the tokens of a prompt in front of its rows."""
+        """Return the batch without the trained prompt's tokens that :meth:`in_front` has put in front of each row."""
         ...
 
     def tokens_in_front(self, runtime: "Runtime") -> int:
-        """Return how many tokens a prompt adds in front of each row."""
+        """Return how many tokens a trained prompt (prompt tuning) puts in front of each row; 0 without a prompt."""
         ...
 
 
 class RandomAxis(Protocol):
-    """Synchronize random streams of ranks that share a batch: they draw equal numbers, or different numbers where the
-    ranks compute different values.
+    """Define how the random streams of ranks that get the same batch are synchronized: the ranks draw equal numbers
+    (dropout of replicated values), or different numbers where they compute different values.
     """
 
     agreed: bool  # whether the ranks have the same streams; otherwise they synchronize before the next step
 
     def synchronize(self, runtime: "Runtime") -> None:
-        """Synchronize the streams once, before the first training step and after the user's seeding. Collective."""
+        """Synchronize the random streams of ranks that get the same batch, once, before the first training step and
+        after the user has set seeds. Collective.
+        """
 
 
 class PassObserver(Protocol):
-    """Define the interface of an optimizer's measurements in the training passes between two of its steps."""
+    """Define the interface of measurements that an optimizer makes in training passes between its steps, such as
+    QK-clip's attention scores.
+    """
 
     needs_rows: str
-    """For an error: a text that names the optimizer, and why a rank without rows must not compute on padding."""
+    """A text that completes the error for a rank whose batch has no rows: the optimizer's name, and why its
+    measurements must not run on rows of padding.
+    """
 
     def drop(self) -> None:
-        """Drop the measurements, because the step is skipped."""
+        """Drop the measurements since the optimizer's last step, because its next step is skipped."""
 
 
 @dataclass
 class Runtime:
-    """Hold the live state of one parallelized model."""
+    """Hold everything that hfscale knows of one parallelized model while it runs: plan, mesh, options, features and
+    executor. It is an attribute of the model.
+    """
 
     model: Any  # the stock model itself, even if it is wrapped now
     plan: Plan
@@ -364,30 +425,36 @@ class Runtime:
             self.loss = OwnLoss(planned, class_name(self.model))
 
     def named_buffers(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield the model's buffers, each with its common name on all ranks and its name on this rank."""
+        """Yield the model's buffers as (name that is the same on all ranks, name on this rank, buffer). The names
+        differ only in PEFT's wrappers.
+        """
         names = {} if self.adapters is None else self.adapters.buffer_names()
         for name, buffer in self.model.named_buffers():
             yield names.get(name, name), name, buffer
 
     def attach(self) -> None:
-        """Set this runtime as an attribute of the model, where :func:`find_runtime` finds it."""
+        """Attach this runtime to the model, as an attribute by which :func:`find_runtime` finds it."""
         setattr(self.model, _ATTRIBUTE, self)
         self._live.by_name()  # record stock names now, before stock code changes modules
 
     def called_by(self, model: nn.Module) -> None:
-        """Record ``model``, a module around the runtime's model; in one process, its parameters are then trained and
-        counted.
+        """Record that a caller passed ``model``, a module that contains the parallelized model, to an hfscale function.
+        In one process, its other parameters are then trained and included in norms and saves.
         """
         if self.mesh.layout.total_size == 1:
             self._live.look_around(model)
 
     @property
     def around_it(self) -> nn.Module:
-        """Return the outermost module that a caller has passed in place of the model, or the model itself."""
+        """Return the outermost module that a caller has passed as the model: a wrapper of the parallelized model, or
+        the parallelized model itself.
+        """
         return self._live.outermost
 
     def latecomers(self) -> tuple[str, ...]:
-        """Return the names of parameters that were added to the model after planning; only in one process."""
+        """Return the names of parameters that were added to the model after planning. Only in one process; over several
+        ranks, return none.
+        """
         if self.mesh.layout.total_size > 1:
             return ()
         self.live_parameters()
@@ -396,11 +463,13 @@ class Runtime:
         )
 
     def part(self, kind: type[_P]) -> _P | None:
-        """Return the part of a class; ``None`` if there is none."""
+        """Return the installed feature of class ``kind``; ``None`` if it is not installed."""
         return next((part for part in self.parts if isinstance(part, kind)), None)
 
     def parts_with(self, hook: Hook) -> tuple[Part, ...]:
-        """Return the parts whose class implements a hook of :class:`Part`, in order: few of them, for most hooks."""
+        """Return the installed features whose class implements the given hook of :class:`Part`, in the order of
+        installation.
+        """
         if self._parts_seen is not self.parts:  # stock code has removed a part
             self._parts_seen = self.parts
             self._implementing.clear()
@@ -413,7 +482,9 @@ class Runtime:
 
     @contextmanager
     def around(self, hook: Hook, *args: Any) -> Iterator[None]:
-        """Enter the context that each part's ``hook(runtime, *args)`` returns, the first part's outermost."""
+        """Enter the context managers that ``hook(runtime, *args)`` of all installed features return, in the order of
+        installation.
+        """
         with ExitStack() as stack:
             for part in self.parts_with(hook):
                 context = getattr(part, hook.__name__)(self, *args)
@@ -424,28 +495,36 @@ class Runtime:
     def run_step(
         self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool
     ) -> Tensor:
-        """Run the passes of one step, with every part around them: see :meth:`Executor.run`."""
+        """Run the passes of one step inside the context managers of all features: see :meth:`Executor.run`."""
         with self.around(Part.around_step, batches, backward):
             return self.executor.run(model, batches, objective, backward)
 
     def local_view(self, module: str) -> str | None:
-        """Describe the tokens that a hook on a module reads in this pass; ``None``: all tokens."""
+        """If a user's hook on ``module`` would get only this rank's shard of its inputs in the present forward pass,
+        describe the shard for a warning; otherwise return ``None``.
+        """
         return next(
             (seen for part in self.parts if (seen := part.local_view(module)) is not None), None
         )
 
     def loss_factor(self) -> float:
-        """Return the factor on a loss before its backward pass."""
+        """Return the factor by which a loss is multiplied before its backward pass: the product of the factors that
+        features require (a loss scale, the number of data ranks).
+        """
         return math.prod(part.loss_factor(self) for part in self.parts_with(Part.loss_factor))
 
     def sum_of_shares(self, total: Tensor) -> Tensor:
-        """All-reduce a step's loss in place over the ranks that have a term of the loss, and over pipeline stages."""
+        """Sum the terms of a step's loss that ranks have computed: all-reduce ``total`` in place over ranks with
+        distinct batches or tokens, and over pipeline stages.
+        """
         for group in self.mesh.groups_of_terms:
             dist.all_reduce(total, group=group)
         return total
 
     def parameters(self) -> list[tuple[ParameterPlan, Tensor]]:
-        """Return every owned parameter that this rank holds, with its plan, in plan order."""
+        """Return the parameters that this rank holds, each with its plan, in the plan's order; a tied one is returned
+        once, under its first name.
+        """
         self.data.release()  # otherwise, gathered weights would be returned instead of FSDP2's shards
         live = self.live_parameters()
         held = self.plan.local_names(self.mesh.pp_rank)
@@ -455,15 +534,17 @@ class Runtime:
         return [(planned, live[held[planned.name]]) for planned in here]
 
     def live_parameters(self) -> dict[str, nn.Parameter]:
-        """Return this rank's parameters by their stock names and by their names with PEFT's wrappers."""
+        """Return this rank's present parameters by their names in the stock model, and also by their names with PEFT's
+        wrappers.
+        """
         live = self._live.by_name()
         if self.mesh.layout.total_size == 1 and self._live.changed():
             self._plan_anew(live)
         return live
 
     def _plan_anew(self, live: Mapping[str, nn.Parameter]) -> None:
-        """Update the plan of a model in one process: add parameters that stock code has added, and drop removed
-        features.
+        """Update the plan of a model in one process after stock code has changed the model: add new parameters, and
+        drop a feature (adapters) that was removed.
         """
         for part in self.parts:
             if (rest := part.plan_without(self, live)) is not None:
@@ -475,31 +556,31 @@ class Runtime:
         self.plan = with_latecomers(self._planned, live)
 
     def forget_parameters(self) -> None:
-        """Drop all references to parameters, called when `take_apart` undoes the sharding of the model."""
+        """Drop all references to the model's parameters, since the sharding of the model was undone (`take_apart`)."""
         self._live.forget()
 
     @property
     def shares_casts(self) -> bool:
-        """Return whether microbatches in flight share one low-precision copy of each weight (FSDP2 makes its own
-        copies).
+        """Return whether the microbatches in flight in a pipeline share one low-precision copy of each weight. Data
+        ranks do not need this, because FSDP2 makes the copies.
         """
         staged = self.plan.stages is not None and self.mesh.data_world == 1
         return staged and self.options.mixed_precision != "no" and not self.options.casts_parameters
 
     def counts(self, planned: ParameterPlan) -> bool:
-        """Return whether this rank's stage is the stage that counts a parameter (for example in norms), because several
-        stages may hold a copy of the parameter.
+        """Return whether this rank's pipeline stage is the one that includes the parameter in norms and saves. If
+        several stages hold the parameter (a tied embedding), only one of them does.
         """
         return self.plan.primary_rank(planned.name) == self.mesh.pp_rank
 
     def is_local(self, name: str) -> bool:
-        """Return whether a parameter or module of the given name is on this rank's stages."""
+        """Return whether the parameter or module ``name`` belongs to a pipeline stage of this rank."""
         return self.plan.is_local(self.mesh.pp_rank, name)
 
 
 def runtime_of(model: nn.Module) -> Runtime:
-    """Return the runtime of a model that hfscale parallelized, through any wrapper; raise :class:`ConfigError` for
-    other models.
+    """Return the runtime object of a model that hfscale has parallelized; ``model`` may also be a module that wraps it.
+    Raise :class:`ConfigError` for other models.
     """
     runtime = find_runtime(model)
     if runtime is None and not hasattr(model, "config"):
@@ -518,7 +599,9 @@ def runtime_of(model: nn.Module) -> Runtime:
 
 
 def find_runtime(model: nn.Module) -> Runtime | None:
-    """Return the runtime of a model like :func:`runtime_of`, or ``None`` if there is none."""
+    """Return the runtime object of a model that hfscale has parallelized, or of such a model inside ``model``; ``None``
+    if there is none.
+    """
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if _ATTRIBUTE in module.__dict__:
             return module.__dict__[_ATTRIBUTE]

@@ -1,4 +1,4 @@
-"""Convert between plain local tensors and DTensors of the data axes."""
+"""Convert between this rank's shards as plain tensors and DTensors that are sharded over data ranks."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +14,9 @@ from ...plan.cut import cut_shape
 
 
 def like_sharded(share: Tensor, other: Tensor) -> Tensor:
-    """Return this rank's ``share`` as a DTensor sharded like ``other``; unchanged if ``other`` is no DTensor."""
+    """Return this rank's shard ``share`` as a DTensor that is sharded like ``other``; return it unchanged if ``other``
+    is not a DTensor.
+    """
     if not isinstance(other, DTensor):
         return share
     mesh = other.device_mesh
@@ -25,8 +27,8 @@ def like_sharded(share: Tensor, other: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors inside a tensor, by torch's ``__tensor_flatten__``; for a plain tensor, the tensor
-    itself.
+    """Return the plain tensors of which a tensor subclass consists, by torch's ``__tensor_flatten__``, or of a DTensor
+    those of its local shard. A plain tensor is returned itself.
     """
     if isinstance(tensor, DTensor):
         return memory_of(tensor.to_local())
@@ -41,8 +43,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def gradients_aside(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Add the gradients of the ``with`` block in place to earlier gradients at its end; drop them if the block
-    fails.
+    """Compute gradients inside the ``with`` block separately from the gradients that parameters already have. At its
+    end, add them in place to the earlier gradients; if the block raises, drop them.
     """
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
@@ -64,7 +66,9 @@ def gather_full(
     cuts: Sequence[Cut],
     mesh: Mesh,
 ) -> Tensor:
-    """Return the full tensor of ``shape`` whose shard, by ``cuts`` in this order, is ``share``; no autograd."""
+    """All-gather a full tensor of ``shape`` from the shards ``share`` of all ranks, without autograd. ``cuts`` describe
+    how it is sharded, one entry per mesh axis, in order.
+    """
     whole = share.detach()
     for done in reversed(range(len(cuts))):
         cut = cuts[done]
@@ -87,7 +91,9 @@ def gather_full(
 
 @dataclass
 class LocalWeights:
-    """Hold this rank's shards of all weights between loading, or removal from the model, and installation into it."""
+    """Hold this rank's shards of all weights while they are in no model: after they were loaded, or taken out of a
+    model, and before they are installed in one.
+    """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)  # by owned name
     # the additional tensors of quantized weights: module, parameter name, and this rank's shard, or the parameter
@@ -96,8 +102,8 @@ class LocalWeights:
     plan: Plan | None = None  # the plan, corrected by the loaded checkpoint
 
     def numbers_besides(self, lacking: Collection[str]) -> dict[str, Tensor]:
-        """Return the shards except those that still lack values (``lacking``) and quantized shards, whose bytes may be
-        stored in a floating-point dtype.
+        """Return the shards that hold ordinary numbers, by name. Left out are the weights ``lacking``, which have no
+        values yet, and quantized weights, whose bytes may be stored in a floating-point dtype.
         """
         skipped = {*lacking, *(() if self.plan is None else self.plan.quantized_weights)}
         return {name: tensor for name, tensor in self.tensors.items() if name not in skipped}

@@ -1,8 +1,9 @@
-"""Undo the installation of parts into a model, but keep its modules, and wrappers that other code has added since.
+"""Undo the installation of features into a model, but keep the model's modules, and wrappers that other code has added
+since.
 
-A model computes with other ranks by hooks, replaced ``forward`` functions, replaced classes, and attributes with local
-values. These changes are recorded as the difference between two snapshots of the model, so the installing code needs no
-code to undo its changes. Later changes by other code stay.
+A model computes together with other ranks by hooks, replaced ``forward`` functions, replaced classes, and attributes
+with local values. These changes are recorded as the difference between two snapshots of the model's modules, before and
+after the installation, so features need no code to undo their changes. Later changes by other code stay.
 """
 
 from collections.abc import Callable, Collection
@@ -18,17 +19,21 @@ _Look = list[tuple[nn.Module, type, dict[str, Any], dict[str, set[Any]]]]
 
 
 class _Missing:
-    """Mark an attribute that did not exist; this is a class because a deep copy does not copy classes."""
+    """Stand for the value of an attribute that did not exist. It is used as a class, not an instance, because a deep
+    copy keeps classes identical.
+    """
 
 
 @dataclass
 class Undo:
-    """Revert changes to modules when called. A deep copy of a model contains a copy for the copied modules."""
+    """Revert recorded changes to modules when called. If a model that holds this object is deep-copied, the copied
+    object reverts the changes to the copied modules.
+    """
 
     changes: _Look  # per module: the module, its original class and attributes, and the added hooks
 
     def __call__(self) -> None:
-        """Restore classes and attributes, and remove hooks."""
+        """Restore the classes and attributes that modules had before, and remove the hooks that were added."""
         for module, kind, changed, added in self.changes:
             if type(module) is not kind:
                 forget_composed(module)
@@ -44,7 +49,7 @@ class Undo:
                     held.pop(key, None)
 
     def touches(self, modules: Collection[nn.Module]) -> bool:
-        """Return whether anything except FSDP2's marks was changed in one of ``modules``."""
+        """Return whether one of ``modules`` was changed otherwise than by the attributes that FSDP2 sets."""
         return any(
             module in modules
             and (type(module) is not kind or changed.keys() - MARKS or any(added.values()))
@@ -53,8 +58,8 @@ class Undo:
 
 
 def watch(model: nn.Module) -> Callable[[], Undo]:
-    """Take a snapshot of ``model``; the returned function takes a second snapshot, and returns an :class:`Undo` for the
-    difference.
+    """Record how the modules of ``model`` look now. The returned function, called after changes, returns an
+    :class:`Undo` that reverts them.
     """
     before = _look(model)
 

@@ -1,4 +1,6 @@
-"""Coordinate all ranks of a save: wait for all ranks, fail together, and write either all files or none."""
+"""Coordinate the ranks of a save: wait until all ranks have called it, fail on all ranks if one fails, and write either
+all files or none.
+"""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,13 +26,13 @@ _Result = TypeVar("_Result")
 
 
 def is_writer(mesh: Mesh) -> bool:
-    """Return whether this rank writes files: the first one does."""
+    """Return whether this rank writes files; only the first rank does."""
     return not any(mesh.ranks.values())
 
 
 def everyone_arrives(mesh: Mesh, timeout: timedelta, call: str) -> None:
-    """Wait for every rank to make the same ``call``; raise :class:`CheckpointError` if a rank does not make it within
-    ``timeout``.
+    """Wait until every rank has made the same ``call``, such as a save; raise :class:`CheckpointError` if a rank has
+    not made it within ``timeout``.
     """
     if mesh.control is None:
         return
@@ -45,7 +47,7 @@ def everyone_arrives(mesh: Mesh, timeout: timedelta, call: str) -> None:
 
 @contextmanager
 def saving() -> Iterator[None]:
-    """Make :func:`is_saving` return true inside the `with` block."""
+    """Mark that a save is running inside the ``with`` block, for :func:`is_saving`."""
     _saves.append(None)
     try:
         yield
@@ -54,18 +56,20 @@ def saving() -> Iterator[None]:
 
 
 def is_saving() -> bool:
-    """Return whether a save is running in any thread; code that ends the process waits for the save."""
+    """Return whether a save is running in any thread of this process. Code that would end the process waits until none
+    is.
+    """
     return bool(_saves)
 
 
 @contextmanager
 def all_or_none(mesh: Mesh | None, what: str) -> Iterator[None]:
-    """Let an exception on one rank end the ``with`` block on every rank of ``mesh`` (``None``: only this process).
+    """Make the ``with`` block fail on every rank of ``mesh`` (``None``: only this process) if it fails on one rank.
 
     The failed rank reports its exception in its next :meth:`Mesh.all_gather_object`, and the other ranks receive it in
     the same call, at the latest at the end of the block. So ranks must not wait for each other in any other way inside
-    the block. Every rank raises a :class:`CheckpointError` with ``what``, the failed ranks and the reasons. If all
-    ranks fail with the same hfscale error, each rank raises that error.
+    the block. Every rank raises a :class:`CheckpointError` that begins with ``what`` and names the failed ranks and the
+    reasons. If all ranks fail with the same hfscale error, each rank raises that error.
     """
     failure: Exception | None = None
     try:
@@ -99,9 +103,9 @@ def sum_or_raise(
     refused: Exception | None,
     elsewhere: str,
 ) -> list[int]:
-    """Sum numbers over ``group`` in one all-reduce over gloo; collective. A rank with an error ``refused`` raises this
-    error. All other ranks raise a :class:`ConfigError` with the text ``elsewhere``, in which ``{}`` is replaced by the
-    number of ranks with an error.
+    """Sum each of ``numbers`` over the ranks of ``group``, in one all-reduce over gloo; collective. A rank can report
+    an error with it: a rank that passes an error as ``refused`` raises it afterwards. All other ranks then raise
+    :class:`ConfigError` with the text ``elsewhere``, in which ``{}`` is replaced by the number of ranks with an error.
     """
     refusing, *counts = int(refused is not None), *numbers
     if group is not None:
@@ -116,8 +120,8 @@ def sum_or_raise(
 
 
 def _share_failure(mesh: Mesh | None, failure: str) -> tuple[str, bool]:
-    """Send this rank's ``failure`` to all ranks; return one rank's failure, and whether all ranks have the same
-    failure.
+    """Exchange failures: send this rank's ``failure`` (a text; empty if there is none) to all ranks. Return the
+    failures as one text, and whether all ranks have the same failure.
     """
     if mesh is None or mesh.control is None:
         return failure, True
@@ -132,13 +136,15 @@ def _share_failure(mesh: Mesh | None, failure: str) -> tuple[str, bool]:
 
 
 def plainly(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Call ``work`` and let exceptions through: the default :data:`Attempt`."""
+    """Return ``work(*arguments)`` and let exceptions through. It is the default of functions that take an ``attempt``
+    to handle exceptions of single operations.
+    """
     return work(*arguments)
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str:
-    """Return the name of the first tensor with NaN or infinity, or ``""``; reads each tensor once, without extra
-    memory.
+    """Return the name of the first tensor that contains NaN or infinity, or ``""``. Each tensor is read once, without
+    extra memory.
     """
     finite: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -152,7 +158,9 @@ def not_finite(tensors: Mapping[str, Tensor]) -> str:
 
 
 def warn_of_not_finite(mesh: Mesh, name: str, where: str) -> None:
-    """Warn of the first non-empty ``name`` on any rank, a tensor with NaN or infinity; collective."""
+    """Warn that a tensor in ``where`` contains NaN or infinity. ``name`` is the tensor that this rank has found, or
+    ``""``; the warning names the first one found on any rank. Collective.
+    """
     unreadable = next(filter(None, mesh.all_gather_object(name)), None)
     if unreadable and is_writer(mesh):
         _log.warning(
@@ -163,15 +171,16 @@ def warn_of_not_finite(mesh: Mesh, name: str, where: str) -> None:
 
 
 class Staging:
-    """Hold a directory while its files are written."""
+    """Hold the temporary directory of a save while its files are written, and the first exception of this rank."""
 
     def __init__(self, path: Path) -> None:
         self.path = path  # the directory for the files; it exists for every rank
         self.failure: Exception | None = None  # the first exception on this rank
 
     def attempt(self, work: Callable[..., _Result], *arguments: object) -> _Result | None:
-        """Return ``work(*arguments)``, or ``None`` if it fails or if an earlier attempt has failed. A rank for which
-        other ranks wait thus continues with the following collectives, and reports its failure at the end.
+        """Return ``work(*arguments)``. If it fails, remember the exception and return ``None``, so that this rank still
+        takes part in the following collectives; the save fails at its end. After a failure, return ``None`` without
+        calling ``work``.
         """
         if self.failure is None:
             try:
