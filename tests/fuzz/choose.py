@@ -15,6 +15,7 @@ from .choose_family import (
 )
 from .choose_levers import choose_levers
 from .choose_more import choose_more
+from .choose_prompt import choose_prompt
 from .draw import TORCH, Draw
 from .layouts import choose_layout, choose_stage_layers, stages_of
 
@@ -62,7 +63,8 @@ def choose(seed: int, index: int) -> Draw:
     draw = draw.change(**_training(random, draw, experts), **_batches(random, draw))
     draw = _settled(draw.change(**_extras(random, draw)))
     draw = choose_more(Random(f"{seed}/{index}/more"), draw)
-    return choose_levers(Random(f"{seed}/{index}/levers"), draw)
+    draw = choose_levers(Random(f"{seed}/{index}/levers"), draw)
+    return choose_prompt(Random(f"{seed}/{index}/prompt"), draw)
 
 
 def _training(random: Random, draw: Draw, experts: bool) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 from .choose_family import fields_of, linear_names
+from .choose_prompt import choose_prompt
 from .draw import Draw
 
 PROJECTIONS: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
@@ -83,7 +84,7 @@ def choose_crossing(seed: int, index: int) -> Draw:
         draw = _in_four_bits(random, draw)
     elif random.random() < 0.1 and draw.loop == "train_step":
         draw = draw.change(mixed_precision="bf16", dtype="float32")
-    return draw
+    return choose_prompt(Random(f"{seed}/{index}/crossing/prompt"), draw)
 
 
 def _layout(random: Random) -> dict[str, Any]:

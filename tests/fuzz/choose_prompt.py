@@ -15,7 +15,7 @@ def choose_prompt(random: Random, draw: Draw) -> Draw:
         return draw
     return draw.change(
         peft=_prompt(random),
-        peft_later=random.random() < 0.5,
+        peft_later=True,
         peft_fresh=False,
         frozen=(),
         positions=False,

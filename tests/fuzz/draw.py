@@ -10,6 +10,11 @@ TORCH = ("SGD", "SGD", "SGD", "AdamW", "Adagrad")
 """Optimizers of ``torch.optim``, as often as they are drawn; any other is one of :func:`hfscale.create_optimizer`."""
 
 
+TOKENS = ("PromptTuningConfig", "PromptEncoderConfig")
+PROMPTS = (*TOKENS, "PrefixTuningConfig")
+"""PEFT's configs of tokens before a row, and of keys and values before those of every layer."""
+
+
 @dataclass(frozen=True)
 class Draw:
     """What to run. Every default is the ordinary choice, towards which a failing draw is made smaller.
@@ -43,7 +48,7 @@ class Draw:
         optimizer: a class of ``torch.optim``, or a name for :func:`hfscale.create_optimizer`.
         learning_rate: of the optimizer.
         stochastic_rounding: whether it rounds bfloat16 weights by chance.
-        peft: fields of a ``LoraConfig``.
+        peft: fields of a ``LoraConfig``; with ``prompt``, one of :data:`PROMPTS`, of that prompt's config.
         peft_later: whether adapters are added to the live model.
         peft_fresh: whether they start anew, instead of from a saved adapter.
         quantize: ``nf4``, ``fp4`` or ``int8``.
@@ -119,6 +124,11 @@ class Draw:
     def drops(self) -> bool:
         """Whether there is dropout, so that only ranks can be compared with each other."""
         return any(is_dropout(name) and value for name, value in self.config.items())
+
+    @property
+    def in_front(self) -> bool:
+        """Whether tokens of a prompt stand before every row, so that the row's first label is predicted, too."""
+        return self.peft is not None and self.peft.get("prompt") in TOKENS
 
     @property
     def levers(self) -> tuple[str, ...]:

@@ -75,9 +75,10 @@ def multiply_in_8_bits(draw: Draw, model: Any, config: Any, **kwargs: Any) -> No
         return
     planned = hfscale.plan(config, **planned_by(draw), **kwargs).feature(ProductsPlan)
     names = () if planned is None else planned.modules
+    around = "base_model." if "prompt" in (draw.peft or {}) else "base_model.model."
 
     def chosen(module: nn.Module, name: str) -> bool:
-        name = name.removeprefix("base_model.model.").removesuffix(".base_layer")
+        name = name.removeprefix(around).removesuffix(".base_layer")
         name = name.removesuffix(".modules_to_save.default")  # a copy of a projection is one
         return isinstance(module, PROJECTIONS) and name in names
 

@@ -1,6 +1,7 @@
 """What the one process and the ranks of a draw build alike: configs, arguments, optimizers."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -231,8 +232,26 @@ def loses_bits(draw: Draw) -> bool:
 
 def adapter(draw: Draw, directory: Path) -> Any:
     """What the layout is given for ``peft_config``."""
-    if draw.peft_fresh and draw.peft is not None:
-        from peft import LoraConfig
-
-        return LoraConfig(**draw.peft)
+    if draw.peft is not None and (draw.peft_fresh or "prompt" in draw.peft):
+        return peft_config(draw)
     return str(directory / "adapter")
+
+
+@contextmanager
+def prompts_drawn(draw: Draw) -> Iterator[None]:
+    """Within: PEFT draws prompts in the draw's type where that is float64, as data axes can give them no other."""
+    before = torch.get_default_dtype()
+    if "prompt" in (draw.peft or {}) and dtype_of(draw) == torch.float64:
+        torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def peft_config(draw: Draw) -> Any:
+    """PEFT's config of the draw's adapter or prompt."""
+    import peft
+
+    fields = dict(draw.peft or {})
+    return getattr(peft, fields.pop("prompt", "LoraConfig"))(**fields)

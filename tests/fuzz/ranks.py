@@ -37,6 +37,7 @@ from .models import (
     narrow_type,
     options,
     prepared,
+    prompts_drawn,
     quantization,
     stock_config,
     torch_options,
@@ -136,7 +137,8 @@ class Rank:
             )
         if later:
             self.note("adapt")
-            model = hfscale.get_peft_model(model, adapter(draw, self.directory), seed=draw.seed)
+            with prompts_drawn(draw):
+                model = hfscale.get_peft_model(model, adapter(draw, self.directory), seed=draw.seed)
         if own == torch.float64:
             in_float64(model)
         self.model = prepared(model, draw, own)

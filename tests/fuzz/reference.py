@@ -38,7 +38,9 @@ from .models import (
     in_float64,
     is_autocast,
     narrow_type,
+    peft_config,
     prepared,
+    prompts_drawn,
     quantization,
     round_experts,
     stock_config,
@@ -139,6 +141,8 @@ def make_start(draw: Draw, directory: Path) -> None:
         model = model.to(own)
     model.save_pretrained(directory / "start")
     # The host's own first values depend on what was drawn before.
+    if draw.peft is not None and "prompt" in draw.peft:
+        return  # PEFT does not train what it has loaded of a prompt
     if draw.peft_fresh and draw.peft is not None:
         model = hfscale.from_pretrained(
             str(directory / "start"),
@@ -150,9 +154,7 @@ def make_start(draw: Draw, directory: Path) -> None:
     elif draw.peft is not None:
         import peft
 
-        model = peft.get_peft_model(
-            AUTO.from_pretrained(directory / "start"), peft.LoraConfig(**draw.peft)
-        )
+        model = peft.get_peft_model(AUTO.from_pretrained(directory / "start"), peft_config(draw))
         with torch.no_grad():  # new adapters change nothing, which would hide errors in them
             for parameter in model.parameters():
                 if parameter.requires_grad:
@@ -183,9 +185,15 @@ def load(draw: Draw, directory: Path, dtype: torch.dtype) -> Any:
     if draw.peft is not None and _own_parts(draw):
         if dtype == torch.float64:
             in_float64(model)
-        model = hfscale.get_peft_model(
-            hfscale.parallelize(model, **_own_parts(draw)), str(directory / "adapter")
-        )
+        model = hfscale.parallelize(model, **_own_parts(draw))
+        with prompts_drawn(draw):
+            model = hfscale.get_peft_model(model, adapter(draw, directory), seed=draw.seed)
+    elif draw.peft is not None and "prompt" in draw.peft:
+        import peft
+
+        torch.manual_seed(draw.seed)
+        with prompts_drawn(draw):
+            model = peft.get_peft_model(model, peft_config(draw))
     elif draw.peft is not None:
         import peft
 
@@ -309,11 +317,11 @@ def _call(draw: Draw, model: nn.Module, call: Call, scale: float) -> list[float]
     if draw.loop == "plain":
         return [_plain(model, rank, len(call)) for rank in call]
     microbatches = [microbatch for rank in call for microbatch in rank]
-    total = sum(map(valid_labels, microbatches))
+    counts = [valid_labels(microbatch, draw.in_front) for microbatch in microbatches]
     loss = 0.0
-    for microbatch in microbatches:
-        if valid_labels(microbatch):
-            part = _loss(draw, model, microbatch) * (valid_labels(microbatch) / total)
+    for microbatch, count in zip(microbatches, counts, strict=True):
+        if count:
+            part = _loss(draw, model, microbatch) * (count / sum(counts))
             (part * scale).backward()
             loss += float(part.detach())
     return [loss] * len(call)
@@ -355,7 +363,7 @@ def _look(draw: Draw, model: Any, runs: Any, call: Call, record: Record) -> None
             )
         else:
             microbatches = [microbatch for rank in call for microbatch in rank]
-            counts = [valid_labels(microbatch) for microbatch in microbatches]
+            counts = [valid_labels(microbatch, draw.in_front) for microbatch in microbatches]
             losses = [
                 _loss(draw, model, m) * n for m, n in zip(microbatches, counts, strict=True) if n
             ]
