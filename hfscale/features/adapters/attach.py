@@ -201,7 +201,7 @@ def attach_adapters(
         drawn = _NewAdapters(config, name, planned, mesh, shares, read)
         if config.is_prompt_learning:
             with _random_numbers(seed, mesh):
-                made = first_prompt(whole, name, planned, mesh, shares)
+                made = first_prompt(model, whole, name, planned, mesh, shares)
         else:
             made = drawn.values(whole.get_base_model(), added, seed)
         rows = first_rows(planned, mesh, shares)

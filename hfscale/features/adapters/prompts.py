@@ -34,6 +34,7 @@ from ...plan.cut import Cut
 from ...plan.feature_plans import recomputed
 from ...train.runtime import Batch, Runtime
 from ...train.runtime.batches import in_prepared_pass
+from ...train.runtime.parameter_names import module_at, put_buffer
 from ...train.runtime.shards import gather_full
 from .adapter_structure import quietly
 from .plan import prompt_of
@@ -103,7 +104,12 @@ def around_local(model: nn.Module, whole: Any, name: str, held: Sequence[Adapter
 
 
 def first_prompt(
-    whole: Any, name: str, plan: Plan, mesh: Mesh, shares: Mapping[str, Tensor]
+    model: nn.Module,
+    whole: Any,
+    name: str,
+    plan: Plan,
+    mesh: Mesh,
+    shares: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
     """Return this rank's shards of a new encoder's parameters, by name, initialized by PEFT. Collective over the ranks
     that hold the token embedding.
@@ -113,13 +119,15 @@ def first_prompt(
     if hasattr(config, "prompt_tuning_init"):
         base = plan.by_name[f"{plan.lookup}.weight"]
         # On a stage without the token embedding the table has no values; another stage then holds the prompt.
-        tokens, width = base.shape
-        table = nn.Embedding(tokens, width, device="meta")
+        table = copy.deepcopy(whole.get_base_model().get_submodule(plan.lookup))
         starts_as_rows = config.prompt_tuning_init != "RANDOM"
         if starts_as_rows and plan.is_local(mesh.pp_rank, base.name):
             share = shares[base.tied_to or base.name].contiguous()
             rows = gather_full(share, base.shape, base.cuts, mesh).cpu()
-            table = nn.Embedding.from_pretrained(rows)
+            table.weight = nn.Parameter(rows, requires_grad=False)
+            # Some families scale rows inside of this module, by a buffer that no checkpoint holds.
+            for key, buffer in module_at(model, str(plan.lookup)).named_buffers():
+                put_buffer(table, key, buffer.cpu())
         given.append(table)
     drawn = _encoder_class(config)(*given)
     values = {f"{PROMPT_ENCODER}.{name}.{path}": value for path, value in drawn.named_parameters()}

@@ -194,6 +194,7 @@ DAILY = [
     ("qwen3", "encoder", "pp2-shard2"),
     ("qwen3", "prefix", "tp4"),
     ("gemma2", "prefix", "tp2"),
+    ("gemma2", "rows", "tp2-pp2"),  # scales the rows of its embedding
     ("one key head", "prompt", "tp2-pp2"),
     ("one key head", "projected", "tp2-pp2"),
     ("one key head", "rows", "replicate2"),
