@@ -351,12 +351,7 @@ def read(path: Path) -> dict[str, dict[str, list[str]]]:
             cells = [cell.strip() for cell in line.strip("|").split("|")]
             rows[cells[0]] = cells[1:]
         elif line.startswith(WITHOUT):
-            rows.update(
-                {
-                    name: []
-                    for name in line.removeprefix(WITHOUT).strip(".").split(", ")
-                }
-            )
+            rows.update({name: [] for name in line.removeprefix(WITHOUT).strip(".").split(", ")})
     return found
 
 
