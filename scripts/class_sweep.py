@@ -53,7 +53,6 @@ COLUMNS = ("tp2", "dp_shard2", "pp2", "LoRA tp2")
 RECIPE = "recipe"
 _PROJECTORS = "proj|connector|merger|align|adapt|resampler|abstractor"
 DEFECTS = ("wrong", "crash", "hang", "late")
-WITHOUT = "Families not in this table, since stock code cannot train a tiny model of them: "
 
 
 def judge(kind: Kind, family: str, columns: tuple[str, ...], only_plan: bool) -> dict[str, str]:
@@ -350,8 +349,19 @@ def read(path: Path) -> dict[str, dict[str, list[str]]]:
         elif line.startswith("| ") and not line.startswith("| family"):
             cells = [cell.strip() for cell in line.strip("|").split("|")]
             rows[cells[0]] = cells[1:]
-        elif line.startswith(WITHOUT):
-            rows.update({name: [] for name in line.removeprefix(WITHOUT).strip(".").split(", ")})
+        elif line.startswith(
+            "Families not compared, since stock code cannot train tiny models of them: "
+        ):
+            rows.update(
+                {
+                    name: []
+                    for name in line.removeprefix(
+                        "Families not compared, since stock code cannot train tiny models of them: "
+                    )
+                    .strip(".")
+                    .split(", ")
+                }
+            )
     return found
 
 
@@ -373,7 +383,14 @@ def page(rows: dict[str, dict[str, list[str]]]) -> str:
             if cells
         ]
         without = sorted(family for family, cells in rows[part].items() if not cells)
-        lines += ["", f"{WITHOUT}{', '.join(without)}."] if without else []
+        lines += (
+            [
+                "",
+                f"Families not compared, since stock code cannot train tiny models of them: {', '.join(without)}.",
+            ]
+            if without
+            else []
+        )
     return "\n".join(lines) + "\n"
 
 
