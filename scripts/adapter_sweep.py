@@ -29,12 +29,13 @@ from hfscale.testing import Case, RankPool, plain
 IDS = torch.arange(3, 19).reshape(2, 8)
 HEAD = """# Adapters over families
 
-Written by `scripts/adapter_sweep.py`. A tiny model of every causal-LM family has LoRA on all linear modules
-(transformers {transformers}, PEFT {peft}). It is compared with stock PEFT in one process in float64 (loss, every
-gradient, norm, weights after two steps, saved adapter), with tp2, with `sequence_parallel=True` as well, and in
-two pipeline stages. If PEFT supports the family's MoE layers, fused experts and routers have LoRA too
-(`target_parameters`).
+This table, written by `scripts/adapter_sweep.py`, compares LoRA in hfscale with LoRA in stock PEFT in one process, in
+float64 (transformers {transformers}, PEFT {peft}). A tiny model of every causal-LM family has LoRA on all linear
+modules; loss, every gradient, gradient norm, weights after two steps and the saved adapter are compared. The layouts
+are two tensor ranks, two tensor ranks with `sequence_parallel=True` ("the sequence cut"), and two pipeline stages. If
+PEFT supports the family's MoE layers, fused experts and routers have LoRA too (`target_parameters`).
 
+Numbers of families whose LoRA training equals stock PEFT, is refused, differs or fails: first over two tensor ranks.
 {summary}.
 
 | family | tensor parallel | with the sequence cut | stages | |

@@ -89,9 +89,9 @@ FIELDS = ["ParallelConfig", "MemoryConfig", "Float8Config", "RoutingConfig"]
 DECLARED = {"ParallelConfig": ("LayoutFields", "hfscale.config.layout")}
 HEAD = """# Public names
 
-Written by `scripts/api_table.py` from the docstrings. The docstrings also describe arguments, results and errors;
-on the site they are in [reference.md](reference.md). Names not listed here may change without notice.
-`hfscale.testing` is for tests: see [testing.md](testing.md).
+This page lists the public names of hfscale; `scripts/api_table.py` writes it from their docstrings. The docstrings also
+describe arguments, results and errors; on the documentation site they are in [reference.md](reference.md). Names that
+this page does not list may change without notice. `hfscale.testing` is for tests: see [testing.md](testing.md).
 """
 REFERENCE_HEAD = """# Every argument
 

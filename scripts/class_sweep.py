@@ -327,12 +327,13 @@ def judged(kind: Kind, family: str, columns: tuple[str, ...], only_plan: bool) -
 
 HEAD = f"""# Classes of models
 
-Written by `scripts/class_sweep.py`. For each class, a tiny model of every family in transformers
-{transformers.__version__} that stock code can train is compared in four layouts with one process in float64 (loss,
-every gradient, norm, weights after two steps, saved checkpoint). A percentage is the fraction of the parameters on
-the rank that holds most: 50% means two equal halves, 100% means that nothing is sharded. Buffers (running statistics
-of batch norms) differ between data ranks, as under DDP, and are not compared there. planned: planned, but not run
-yet; stock: stock code cannot train it.
+The tables on this page, written by `scripts/class_sweep.py`, compare model classes other than causal LMs with stock
+code in one process. For each class, a tiny model of every family in transformers {transformers.__version__} that
+stock code can train is compared in four layouts in float64 (loss, every gradient, gradient norm, weights after two
+steps, saved checkpoint). A percentage is the fraction of the parameters on the rank that holds most: 50% means two
+equal halves, 100% means that nothing is sharded. Buffers (running statistics of batch norms) differ between data
+ranks, as under DDP, and are not compared over data ranks. "planned" means planned, but not run yet; "stock" means
+that stock code cannot train the model.
 """
 
 
@@ -348,11 +349,17 @@ def read(path: Path) -> dict[str, dict[str, list[str]]]:
         elif line.startswith("| ") and not line.startswith("| family"):
             cells = [cell.strip() for cell in line.strip("|").split("|")]
             rows[cells[0]] = cells[1:]
-        elif line.startswith("No tiny model of: "):
+        elif line.startswith(
+            "Families not compared, since stock code cannot train tiny models of them: "
+        ):
             rows.update(
                 {
                     name: []
-                    for name in line.removeprefix("No tiny model of: ").strip(".").split(", ")
+                    for name in line.removeprefix(
+                        "Families not compared, since stock code cannot train tiny models of them: "
+                    )
+                    .strip(".")
+                    .split(", ")
                 }
             )
     return found
@@ -376,7 +383,14 @@ def page(rows: dict[str, dict[str, list[str]]]) -> str:
             if cells
         ]
         without = sorted(family for family, cells in rows[part].items() if not cells)
-        lines += ["", f"No tiny model of: {', '.join(without)}."] if without else []
+        lines += (
+            [
+                "",
+                f"Families not compared, since stock code cannot train tiny models of them: {', '.join(without)}.",
+            ]
+            if without
+            else []
+        )
     return "\n".join(lines) + "\n"
 
 
