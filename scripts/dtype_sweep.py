@@ -38,9 +38,11 @@ WRONG = {"FAILS", "DIFFERS"}
 EPSILON = torch.finfo(torch.bfloat16).eps
 FACTOR = 4.0
 BOUND = f"""\
-The noise is what bfloat16 does to one process: |stock in bfloat16 - stock in float32|, on the same weights. A layout
-adds in another order and rounds elsewhere, so it may be off by {FACTOR:g} times the noise. The noise of a single number
-may be 0 by chance, so it is taken as at least 2**-7 of this number: one unit in the last place of bfloat16."""
+The noise of a loss or a gradient norm is the rounding error of one process: |stock transformers in bfloat16 -
+stock transformers in float32|, with the same weights. A layout rounds in other places than one process and adds
+in another order, so its result may differ from that of one process by up to {FACTOR:g} times the noise. By
+chance the noise of a single number may be 0; it is therefore taken as at least 2**-7 of this number, one unit
+in the last place of bfloat16."""
 # Columns: the layout, and how it computes.
 COLUMNS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "tp2": ({"tp_size": 2}, {"dtype": torch.bfloat16}),
@@ -52,13 +54,20 @@ COLUMNS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
 HEAD = [
     "# Types of numbers",
     "",
-    "Written by `scripts/dtype_sweep.py`. A tiny model of each causal-LM family below is saved by stock transformers,",
-    "loaded by `from_pretrained`, and trained for a step. Each parameter and buffer must have the dtype that stock",
-    "code gives it, and each gradient the dtype of its parameter; loss and gradient norm must equal stock code's",
-    "within the noise of bfloat16. The first columns use `dtype=torch.bfloat16`; the columns named mixed use",
-    '`mixed_precision="bf16"` over float32 weights,',
-    "compared with torch's autocast in one process.",
+    "Written by `scripts/dtype_sweep.py`. For each model type below, stock transformers saves a tiny",
+    "causal language model; hfscale loads it by `from_pretrained` in a layout of two ranks and trains it",
+    "for a step. Each parameter and buffer must have the dtype that it has in stock transformers, and",
+    "each gradient the dtype of its parameter. Loss and gradient norm must equal those of stock",
+    "transformers in one process, up to the rounding of bfloat16 (defined in the next paragraph). The",
+    "columns `tp2`, `dp_shard2` and `pp2` of the table have `dtype=torch.bfloat16`. The columns `mixed`",
+    'have float32 weights and `mixed_precision="bf16"`, and are compared with torch\'s autocast.',
     "",
+]
+COUNTS = [
+    "The counts below are numbers of model types (families). tp2, dp_shard2 and pp2 are two tensor ranks,",
+    "two data ranks and two pipeline stages. equal: dtypes, loss and gradient norm are those of stock",
+    "transformers. refused: hfscale raises an error before training. no clone: stock transformers cannot",
+    "train the tiny model with this dtype.",
 ]
 IDS = torch.randint(3, 60, (4, 8), generator=torch.Generator().manual_seed(0))
 Step = tuple[float, float]
@@ -247,7 +256,9 @@ def write(path: Path, rows: dict[str, str]) -> None:
     columns = [f"| family | {' | '.join(COLUMNS)} | |", "|---" * (len(COLUMNS) + 2) + "|"]
     title = f"transformers {transformers.__version__}: {summary}."
     path.write_text(
-        "\n".join([*HEAD, BOUND, "", title, "", *columns, *(rows[name] for name in sorted(rows))])
+        "\n".join(
+            [*HEAD, BOUND, "", *COUNTS, title, "", *columns, *(rows[name] for name in sorted(rows))]
+        )
         + "\n"
     )
 

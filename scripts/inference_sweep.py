@@ -92,9 +92,10 @@ def main() -> int:
     own = [row for row in rows if row[1] == "own table"]
     new = [row for row in rows if row[1] == "none"]
     summary = (
-        f"Of {len(own)} decoders in hfscale's own table, inference alone proves attention in "
-        f"{sum(row[2] for row in own)} and an MLP (or a recurrence) in {sum(row[3] for row in own)}; of {len(new)} "
-        f"families without any plan, it proves a block in {sum(row[2] or row[3] for row in new)}."
+        f"For {len(own)} decoders hfscale has a blueprint in its own table; inference alone proves attention in "
+        f"{sum(row[2] for row in own)} of them\nand an MLP (or a recurrence) in {sum(row[3] for row in own)}. For "
+        f"{len(new)} other model types neither hfscale nor transformers has one;\ninference proves a block in "
+        f"{sum(row[2] or row[3] for row in new)} of them."
     )
     print(summary)
     if arguments.out:
@@ -102,8 +103,10 @@ def main() -> int:
         lines = [
             "# Inferred blueprints",
             "",
-            "Written by `scripts/inference_sweep.py`. Every family is treated as if it had no blueprint. A block is",
-            "proved if, on a tiny clone, its output and every gradient on two tensor ranks equal those of one",
+            "Written by `scripts/inference_sweep.py`. To shard a model, hfscale must know which modules are its",
+            "attention and MLP blocks, and which projections they have: its blueprint. For each model type below,",
+            "hfscale derives the blueprint from the model itself (inference), as if none were known. A block is proved",
+            "if, on a tiny copy of the model, its output and every gradient on two tensor ranks equal those of one",
             f"process, in float64, to 1e-10. transformers {transformers.__version__}.",
             "",
             summary,

@@ -61,7 +61,7 @@ def counts() -> dict[str, str]:
         "stages": _first(r"^in stages (\d+) equal", before),
         "expert_data": _first(r"^data ranks: (\d+) equal", experts),
         "expert_tensor": _first(r"^tensor ranks: (\d+) equal", experts),
-        "classes": _first(r"^Likewise: (\d+) equal", others),
+        "classes": _first(r"^(\d+) equal", others),
         "sequence_classes": _first(r"^with the sequence cut (\d+) equal", others),
         "lora": _first(r"^(\d+) equal, .* of \d+;", adapters),
         "lora_all": _first(r"^\d+ equal, .* of (\d+);", adapters),

@@ -35,7 +35,7 @@ def page(judged: Judged, seed: int) -> str:
         ("on top", [_on_top(draw) for draw, _ in judged]),
         ("optimizer", [draw.optimizer for draw, _ in judged]),
     ]
-    lines = [_HEAD, f"Seed {seed}, {len(judged)} draws: {summary(judged)}.", ""]
+    lines = [_HEAD, f"Seed {seed}, {len(judged)} draws: {summary(judged)}.", _DEFINITIONS, ""]
     for title, names in sections:
         lines += _table(title, names, judged)
     reasons = Counter(verdict.kind for _, verdict in judged if verdict.outcome == "refused")
@@ -50,23 +50,28 @@ _NAMED = ("compress_activations", "stochastic_rounding")
 
 _HEAD = """# Random layouts
 
-Written by `scripts/layout_fuzz.py`. Each draw is a run with a random family, config, layout, schedule, batch,
-precision, adapters, optimizer and entry point. It is compared with plain transformers (PEFT, bitsandbytes) in one
-process with the same weights.
+Written by `scripts/layout_fuzz.py`. A random run (a draw) has a random model type, config, layout, schedule,
+batch, precision, optimizer and entry point, with or without adapters. It is compared with plain transformers (PEFT,
+bitsandbytes) in one process with the same weights.
 
-- equal: loss of every step, gradients, clipped norm, weights and saved checkpoint agree to 1e-9 in float64. In other
-  dtypes their distance to stock code in float64 is that of stock code in the same dtype (tests/fuzz/measures.py). One
-  process cannot reproduce dropout and delayed updates, so for these the ranks are compared with one another. Levers
-  that round are compared with one process that rounds in the same way (fp8 in float64, loss scales and skipped
-  steps), or may differ by as much as one process does (activations in 8 bits, gradients in 16). PowerSGD's gradients
-  must be projections, with the accumulated errors included.
-- refused: hfscale raises an error that names the cause, before anything is trained.
-- stock: stock code cannot train this config in one process.
-- late, wrong, crash, hang: defects. late is a refusal in the first step that the plan could have raised.
+- A run is `equal` if the loss of every step, gradients, clipped norm, weights and saved checkpoint agree with one
+  process to 1e-9 in float64. A run in another dtype is `equal` if its results are as close to those of stock code
+  in float64 as those of stock code in the same dtype (tests/fuzz/measures.py). One process cannot reproduce dropout
+  and delayed updates, so in runs with these the ranks are compared with one another. Options that round are
+  compared with one process that rounds in the same way (fp8 in float64, loss scales and skipped steps), or may
+  differ by as much as one process does (activations in 8 bits, gradients in 16). PowerSGD's gradients must be
+  projections, with the accumulated errors included.
+- A run is `refused` if hfscale raises an error that names the cause, before anything is trained.
+- A run is `stock` if stock code cannot train its config in one process.
+- `late`, `wrong`, `crash` and `hang` are defects of hfscale. A run is `late` if an error that the plan could have
+  raised before training comes only in the first step.
 
     python scripts/layout_fuzz.py --seed 1 --draws 1000 --jobs 2
     python scripts/layout_fuzz.py --seed 1 --only 17 --shrink      # one draw again, made as small as it still fails
 """
+
+_DEFINITIONS = """A draw is a random run, compared with one process of plain transformers: refused if hfscale raises an
+error before training, stock if plain transformers cannot train it; late, wrong, crash and hang are defects."""
 
 
 def _precision(draw: Draw) -> str:
