@@ -36,8 +36,8 @@ SHOWN = [
     "huggingface_hub",
 ]
 NEWER = """A package that is newer than the tested versions works, with one warning when hfscale is first used. If the
-newer package lacks a name that hfscale imports, `ImportError` gives the name. `pip install "hfscale[tested]"` installs the
-newest tested versions. `hfscale doctor` lists packages whose version hfscale does not accept.
+newer package lacks a name that hfscale imports, `ImportError` gives the name. `pip install "hfscale[tested]"`
+installs the newest tested versions. `hfscale doctor` lists packages whose version hfscale does not accept.
 """
 HEAD = """# Tested versions
 
