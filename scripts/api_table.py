@@ -95,8 +95,9 @@ this page does not list may change without notice. `hfscale.testing` is for test
 """
 REFERENCE_HEAD = """# Every argument
 
-Written by `scripts/api_table.py`. `make site` inserts the docstrings here: arguments with types and defaults, results,
-errors, and the papers of the methods. In a clone read [api.md](api.md), or `help(hfscale.from_pretrained)`.
+On the site, this page has the docstrings of all public names: arguments with types and defaults, results, errors, and
+the papers of the methods. `make site` inserts them; in a clone read [api.md](api.md), or
+`help(hfscale.from_pretrained)`. The list of names is written by `scripts/api_table.py`.
 """
 
 

@@ -72,8 +72,8 @@ _WHOLE = (
     "  `hfscale.from_pretrained(` with `parallel=hfscale.ParallelConfig()`, without `from_tf`."
 )
 _PATH = (
-    "The trainer gets a path, so each rank reads only its shards of the weights: large models "
-    "need no other change."
+    "The script passes a model's path to the trainer, so each rank reads only its shards of the weights: "
+    "large models\n  need no other change."
 )
 EXAMPLES = [
     Example(
@@ -247,7 +247,7 @@ def page(example: Example, columns: dict[str, list[dict[str, float]]]) -> str:
     copy = f"python -c 'import trl.scripts.{example.file[:-3]} as script; print(script.__file__)'"
     where = f"    cp $({copy}) .\n" if example.url.startswith(_TRL) else ""
     rows = {"TP_SIZE": "8 rows, the same on both ranks", "DP_SHARD_SIZE": "4 rows on each rank"}
-    layouts = " and ".join(
+    layouts = " and\n".join(
         f"`PARALLELISM_CONFIG_{name}=2` ({rows[name]})" for name, _ in example.layouts
     )
     return f"""# {example.title}
@@ -265,8 +265,8 @@ The layout is read from the environment; on 8 GPUs:
 
 ## The numbers
 
-These are the first steps of a small Llama in float32 on CPUs: the stock script in one process with batches of 8 rows,
-and the changed script on two processes, with
+These are the first training steps of a small Llama in float32 on CPUs: the official script in one process with batches
+of 8 rows, and the same script with hfscale's lines on two processes, with
 {layouts}. Losses and gradient norms:
 
 {table(columns)}
@@ -275,9 +275,10 @@ and the changed script on two processes, with
 
 ## What to know
 
-{notes}- All arguments of the script work, except `--deepspeed` and `--fsdp`, which raise an error: use a layout instead
-  ([migrating.md](migrating.md)).
-- [trainer.md](trainer.md) lists what is equal, and explains how to use your own loss.
+{notes}- All arguments of the official script work, except `--deepspeed` and `--fsdp`, which raise an error: choose
+  a layout of hfscale instead ([migrating.md](migrating.md)).
+- [trainer.md](trainer.md) lists which results of hfscale's trainers equal stock Trainer in one process, and explains
+  how to use your own loss.
 """
 
 

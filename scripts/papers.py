@@ -259,8 +259,8 @@ PAPERS: dict[str, dict[str, tuple[str, str, str]]] = {
 }
 HEAD = """# Papers
 
-Written by `scripts/papers.py` from the papers that docstrings and comments of the package name, with the files that
-follow each paper's method.
+This list has the papers that docstrings and comments of the package name, each with the files that follow its method.
+It is written by `scripts/papers.py`.
 """
 
 

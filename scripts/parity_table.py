@@ -74,12 +74,12 @@ def main() -> int:
     lines = [
         "# Parity with one process",
         "",
-        "Written by `make test-all`. Each cell is the largest relative difference from plain transformers in one",
-        "process, in float64, over the loss, every gradient, the clipped norm, every weight after each of two",
-        "optimizer steps, and the saved checkpoint. The runs have uneven labels, padding, a microbatch without labels,",
-        "a rank without labels, and accumulation.",
+        "Written by `make test-all`. Each cell compares training in a layout with plain transformers in one process.",
+        "It is the largest relative difference, in float64, of the loss, every gradient, the clipped norm, every",
+        "weight after each of two optimizer steps, and the saved checkpoint. The runs have uneven labels, padding,",
+        "a microbatch without labels, a rank without labels, and gradient accumulation.",
         f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}.",
-        f"A cell over {TOLERANCE:g} fails.",
+        f"A difference over {TOLERANCE:g} fails.",
         "",
         "| model | " + " | ".join(WIDER) + " |",
         "|---|" + "---|" * len(WIDER),
@@ -105,7 +105,8 @@ def main() -> int:
             lines.append(f"| {model} | " + " | ".join(cells) + " |")
         lines += [
             "",
-            "Pipeline stages, with five layers and four microbatches (the schedule is 1f1b unless another is named):",
+            "Differences with pipeline stages, for models of five layers with four microbatches (1f1b unless a row "
+            "names another\nschedule):",
             "",
         ]
         lines += ["| layout | " + " | ".join(STAGED) + " |", "|---|" + "---|" * len(STAGED)]
@@ -117,8 +118,9 @@ def main() -> int:
             lines.append(f"| {name} | " + " | ".join(cells) + " |")
         lines += [
             "",
-            "Experts: four per layer, each whole on one rank or (`of tp2`) sharded over two; with stages, four",
-            "layers:",
+            "Differences of MoE models with four experts per layer, each whole on one rank or (`of tp2`) sharded over "
+            "two tensor",
+            "ranks; models in pipeline stages have four layers:",
             "",
         ]
         lines += ["| layout | " + " | ".join(MIXTURES) + " |", "|---|" + "---|" * len(MIXTURES)]

@@ -35,15 +35,16 @@ SHOWN = [
     "safetensors",
     "huggingface_hub",
 ]
-NEWER = """A package that is newer than the tested versions works, with one warning when hfscale is first used. If it
-lacks a name that hfscale imports, `ImportError` gives the name. `pip install "hfscale[tested]"` installs the newest
-tested versions. `hfscale doctor` lists packages outside their range.
+NEWER = """A package that is newer than the tested versions works, with one warning when hfscale is first used. If the
+newer package lacks a name that hfscale imports, `ImportError` gives the name. `pip install "hfscale[tested]"`
+installs the newest tested versions. `hfscale doctor` lists packages whose version hfscale does not accept.
 """
 HEAD = """# Tested versions
 
-Written by `scripts/tested_versions.py` from `pyproject.toml`, `constraints.txt`, `constraints-newest.txt`,
+This page lists the versions of packages that hfscale accepts and was tested with. It is written by
+`scripts/tested_versions.py` from `pyproject.toml`, `constraints.txt`, `constraints-newest.txt`,
 `constraints-oldest.txt`, the `Makefile` and recorded runs.
-`hfscale doctor` compares this machine's versions with them:
+`hfscale doctor` compares a machine's versions with the accepted versions:
 
 """
 
@@ -102,7 +103,7 @@ def page() -> str:
     parts += ["", NEWER]
     parts += [
         "## Python\n",
-        "Built with `python -m build`, installed into a new environment, and checked with `hfscale doctor`:\n",
+        "hfscale was built with `python -m build`, installed in a new environment, and checked by `hfscale doctor`:\n",
     ]
     parts += ["| Python | from | torch | transformers | doctor |", "|---|---|---|---|---|"]
     for row in json.loads(PYTHONS.read_text()):

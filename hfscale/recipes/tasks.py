@@ -32,7 +32,7 @@ class Task:
     each: str = "token"  # the unit that losses are averaged over
     baseline: str = "unigram entropy"  # name of the number to compare the validation loss with
     # Description of a predictor whose loss is the baseline.
-    knows: str = "the best that knowing only how frequent each token is can do"
+    knows: str = "the loss of predicting each token by its frequency alone"
     # The class of transformers that encodes the model's inputs.
     reader: Any = AutoTokenizer
     rows: int = 1  # rows of a batch per row of the data
@@ -98,7 +98,7 @@ _SCORED = partial(
 PAIRS = _SCORED(
     each="pair",
     baseline="loss of a coin",
-    knows="what scores that tell nothing would have",
+    knows="the loss if both texts of every pair get equal scores",
     rows=2,
     loss=preference,
     right=preferred,
@@ -106,7 +106,7 @@ PAIRS = _SCORED(
 CLASSES = _SCORED(
     each="text",
     baseline="entropy of the classes",
-    knows="the best that knowing only how frequent each class is can do",
+    knows="the loss of predicting each class by its frequency alone",
     loss=classification,
     right=classified,
 )
