@@ -383,7 +383,10 @@ def load_pretrained(
     for index in (*directory.glob("*.safetensors.index*.json"), directory / TORCH_INDEX):
         if index.exists():
             named_files(index)
-    kwargs = {**kwargs, **_placed(plan, mesh)}
+    kwargs = dict(kwargs)
+    # Plain weights go to the CPU by default.
+    if plan.quantized is not None or mesh.device.type != "cpu":
+        kwargs["device_map"] = {"": mesh.device}
     file = kwargs.pop(FILE, "")
     source = find_source(directory / file)
     if source is not None:
@@ -416,23 +419,12 @@ def load_pretrained(
     return model, shares, {planned.tied_to or planned.name for planned in here} - present
 
 
-def _placed(plan: Plan, mesh: Mesh) -> dict[str, Any]:
-    """Return a ``device_map`` with this rank's device; an empty dict if the device is the CPU and nothing is quantized,
-    because transformers then uses the CPU by default.
-    """
-    return (
-        {"device_map": {"": mesh.device}}
-        if plan.quantized is not None or mesh.device.type != "cpu"
-        else {}
-    )
-
-
 @torch.no_grad()
 def load_weights(model: nn.Module, directory: str | Path) -> None:
     """Replace a model's weights, or only its adapter's, by weights from a checkpoint; call this on every rank."""
-    runtime = runtime_of(model)
     from ..features.adapters import by_peft
 
+    runtime = runtime_of(model)
     adapters = runtime.adapters
     with all_or_none(runtime.mesh, f"{directory} could not be loaded"):
         finish_move(directory)

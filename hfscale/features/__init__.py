@@ -1,3 +1,3 @@
-"""Features in addition to parallel axes: adapters, precision, fp8, memory, quantization, multi-token prediction, and
-towers (of vision, for example); a folder each.
+"""Features in addition to parallel axes: adapters, precision, fp8, memory, quantization, prediction of further
+tokens, and towers (of vision, for example); a folder each.
 """

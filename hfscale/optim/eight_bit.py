@@ -87,8 +87,8 @@ def by_size(
 
 
 def embedding_weights(runtime: Runtime) -> set[str]:
-    """Return the names of the weights of embeddings: those of the full stock model, and trained copies (of adapters) on
-    this rank.
+    """Return the names of the weights of embeddings: those of the full stock model, and the copies of embeddings that
+    PEFT trains (``modules_to_save``) on this rank.
     """
     stock = empty_copy(runtime.model).named_modules()
     names = {f"{name}.weight" for name, module in stock if isinstance(module, nn.Embedding)}

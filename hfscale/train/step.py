@@ -33,8 +33,8 @@ def train_step(
     divided into microbatches. For a model that computes its own loss, it is the mean over all rows or all labels,
     whichever the model's loss averages over; ``print(plan)`` shows which. Losses that :class:`hfscale.RoutingConfig`
     adds are means over the tokens of the step; they are in the gradients, but not in the returned loss (see
-    :func:`hfscale.expert_load`). Losses of layers that hfscale adds to the stock model (multi-token prediction) are in
-    both.
+    :func:`hfscale.expert_load`). Losses of layers that hfscale adds to the stock model, to predict further tokens, are
+    in both.
 
     Args:
         batch: the keyword arguments of one forward pass, including ``labels``, or a list of such batches (gradient
@@ -174,8 +174,8 @@ def eval_step(
     teacher: "ModelTeacher | None" = None,
 ) -> Any:
     """Return the loss of a batch without computing gradients, normalized as in :func:`train_step`. The model's mode
-    (training or evaluation) does not change. Losses of layers that hfscale adds to the stock model (multi-token
-    prediction) are not included.
+    (training or evaluation) does not change. Losses of layers that hfscale adds to the stock model, to predict
+    further tokens, are not included.
 
     Args:
         loss_fn, label_smoothing, num_items_in_batch, teacher: see :func:`train_step`.

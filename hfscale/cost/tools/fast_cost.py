@@ -218,7 +218,7 @@ def _ways(
 
 @cache
 def _layout(schedule: str, virtual: int, *sizes: int) -> ParallelConfig:
-    """Return the layout with ``sizes``, one per mesh axis, in the order of :data:`.AXES`."""
+    """Return the layout with ``sizes``, one per mesh axis, in the order of ``AXES``."""
     named: dict[str, Any] = {f"{axis}_size": size for axis, size in zip(AXES, sizes, strict=True)}
     return ParallelConfig(**named, pipeline_schedule=schedule, virtual_stages=virtual)
 

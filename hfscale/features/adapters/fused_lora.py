@@ -49,7 +49,9 @@ class FusedAdapters(Part):
     """
 
     def is_needed(self, runtime: Runtime) -> bool:
-        """Return whether fusing is on and there are adapters, from the plan or added by PEFT in one process."""
+        """Return whether fusing is on and the model has adapters: those of the plan, or, in a run of one process, those
+        that PEFT's own functions have added.
+        """
         # Selective activation checkpointing saves results of products, so these must not be written in place.
         asked = runtime.options.fused_adapters and not recomputed(runtime.plan).keep
         return asked and (runtime.adapters is not None or wrapped_by_peft(runtime.model))
