@@ -380,9 +380,7 @@ def load_pretrained(
         whose shards are not initialized (a tied parameter under its first name).
     """
     directory = Path(path, kwargs.get("subfolder") or "")
-    for index in (*directory.glob("*.safetensors.index*.json"), directory / TORCH_INDEX):
-        if index.exists():
-            named_files(index)
+    _check_indexes(directory)
     kwargs = dict(kwargs)
     # Plain weights go to the CPU by default.
     if plan.quantized is not None or mesh.device.type != "cpu":
@@ -417,6 +415,13 @@ def load_pretrained(
     shares = loader.shares(model)
     loader.overwrite(model, shares)
     return model, shares, {planned.tied_to or planned.name for planned in here} - present
+
+
+def _check_indexes(directory: Path) -> None:
+    """Raise :class:`CheckpointError` if an index of weight files in ``directory`` cannot be read."""
+    for index in (*directory.glob("*.safetensors.index*.json"), directory / TORCH_INDEX):
+        if index.exists():
+            named_files(index)
 
 
 @torch.no_grad()
