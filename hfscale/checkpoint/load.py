@@ -381,10 +381,7 @@ def load_pretrained(
     """
     directory = Path(path, kwargs.get("subfolder") or "")
     _check_indexes(directory)
-    kwargs = dict(kwargs)
-    # Plain weights go to the CPU by default.
-    if plan.quantized is not None or mesh.device.type != "cpu":
-        kwargs["device_map"] = {"": mesh.device}
+    kwargs = {**kwargs, **_placed(plan, mesh)}
     file = kwargs.pop(FILE, "")
     source = find_source(directory / file)
     if source is not None:
@@ -418,10 +415,20 @@ def load_pretrained(
 
 
 def _check_indexes(directory: Path) -> None:
-    """Raise :class:`CheckpointError` if an index of weight files in ``directory`` cannot be read."""
+    """Raise :class:`CheckpointError` if an index of weight files in ``directory`` is damaged, or names a file
+    outside of ``directory``."""
     for index in (*directory.glob("*.safetensors.index*.json"), directory / TORCH_INDEX):
         if index.exists():
             named_files(index)
+
+
+def _placed(plan: Plan, mesh: Mesh) -> dict[str, Any]:
+    """Return a ``device_map`` with this rank's device; an empty dict if the device is the CPU and nothing is quantized,
+    because transformers then uses the CPU by default.
+    """
+    if plan.quantized is None and mesh.device.type == "cpu":
+        return {}
+    return {"device_map": {"": mesh.device}}
 
 
 @torch.no_grad()
