@@ -235,7 +235,7 @@ def merge_and_unload(
         logits = _sample_output(runtime_of(stock))[1]
         difference = float((logits - expected).abs().max())
         scale = float(expected.abs().max())
-        if not any(runtime.mesh.ranks.values()):
+        if runtime.mesh.is_first:
             into = "" if dtype is None else f" into {str(dtype).removeprefix('torch.')}"
             print(
                 f"merged the adapters of {merged} weights{into}: largest difference of the {what} "

@@ -103,7 +103,7 @@ class _Loader:
         self.stored = {
             name for target in targets.values() for name in (target.name, *target.others)
         }
-        first = not any(self.mesh.ranks.values())
+        first = self.mesh.is_first
         check_coverage(self.plan, list(stored), self.stored, str(self.directory), tells=first)
         self._note_others(model, targets)
         self._keep_stored(model, stored, targets)
@@ -203,9 +203,7 @@ class _Loader:
         from ..distributed.files.stored_rows import StoredRow
         from .kept_as_stored import stored_sources
 
-        sources = stored_sources(
-            self.plan, model, stored, targets, tells=not any(self.mesh.ranks.values())
-        )
+        sources = stored_sources(self.plan, model, stored, targets, tells=self.mesh.is_first)
         self.plan = replace(self.plan, quantized=replace(quantized, weights=tuple(sources)))
         self.rows = {
             n: StoredRow(self.plan.by_name[n], sources[n], self.mesh.ranks)
@@ -380,12 +378,14 @@ def load_pretrained(
         whose shards are not initialized (a tied parameter under its first name).
     """
     directory = Path(path, kwargs.get("subfolder") or "")
-    _check_indexes(directory)
+    for index in (*directory.glob("*.safetensors.index*.json"), directory / TORCH_INDEX):
+        if index.exists():
+            named_files(index)
     kwargs = {**kwargs, **_placed(plan, mesh)}
     file = kwargs.pop(FILE, "")
     source = find_source(directory / file)
     if source is not None:
-        first = not any(mesh.ranks.values())
+        first = mesh.is_first
         source = source.fitting(like, tells=first and mesh.layout.total_size > 1)
     if file:
         kwargs["dtype"] = like.dtype
@@ -412,14 +412,6 @@ def load_pretrained(
     shares = loader.shares(model)
     loader.overwrite(model, shares)
     return model, shares, {planned.tied_to or planned.name for planned in here} - present
-
-
-def _check_indexes(directory: Path) -> None:
-    """Raise :class:`CheckpointError` if an index of weight files in ``directory`` is damaged, or names a file
-    outside of ``directory``."""
-    for index in (*directory.glob("*.safetensors.index*.json"), directory / TORCH_INDEX):
-        if index.exists():
-            named_files(index)
 
 
 def _placed(plan: Plan, mesh: Mesh) -> dict[str, Any]:

@@ -54,6 +54,11 @@ class Mesh:
     whole_sequences: dist.ProcessGroup | None = None
 
     @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first one of every axis, which writes files and logs for all ranks."""
+        return not any(self.ranks.values())
+
+    @property
     def rank(self) -> int:
         """This process's global rank."""
         return 0 if self.device_mesh is None else self.device_mesh.get_rank()

@@ -277,7 +277,7 @@ def before_step(runtime: Runtime) -> None:
                 'dtype=torch.float32 and mixed_precision="fp16", which scales the loss and computes in float16, or '
                 'mixed_precision="bf16" for bfloat16. eval_step and generate take float16'
             )
-        if not any(runtime.mesh.ranks.values()):
+        if runtime.mesh.is_first:
             _warn_of_a_base_alone(runtime)
             _warn_of_lost_updates(runtime)
             _warn_of_rounding(runtime)

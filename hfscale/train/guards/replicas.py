@@ -78,7 +78,7 @@ def check_replicas(
             f"{saving} would write one rank's values: {cause} Nothing was written; check_replicas=False writes the "
             "first ranks' values anyway"
         )
-    if not any(runtime.mesh.ranks.values()):
+    if runtime.mesh.is_first:
         _log.warning(
             "%s The relative difference is only %.0e, which rounding can explain.",
             _cause(apart),

@@ -292,7 +292,7 @@ def _warn_of_other_blocks(optimizer: torch.optim.Optimizer) -> None:
         if part is not None and part.cut and math.prod(part.planned.shape) >= enough:
             whole = flat_blocks_align(part.planned, BLOCK) and parameter.numel() >= enough
             apart += [] if whole else [part]
-    if apart and not any(apart[0].mesh.ranks.values()):
+    if apart and apart[0].mesh.is_first:
         warnings.warn(
             f"{type(optimizer).__name__} keeps states in 8 bits, with a scale for each {BLOCK} entries of a shard: "
             f"over {apart[0].layout}, shards of {len(apart)} parameters (for example {apart[0].name}) are not whole "

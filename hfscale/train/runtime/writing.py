@@ -27,7 +27,7 @@ _Result = TypeVar("_Result")
 
 def is_writer(mesh: Mesh) -> bool:
     """Return whether this rank writes files; only the first rank does."""
-    return not any(mesh.ranks.values())
+    return mesh.is_first
 
 
 def everyone_arrives(mesh: Mesh, timeout: timedelta, call: str) -> None:
