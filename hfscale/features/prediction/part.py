@@ -74,8 +74,9 @@ class MultiTokenPrediction(Part):
         ]
         if away:
             raise ConfigError(
-                f"mtp_loss_weight: {planned.layers[0]} needs the masks of {away[0]}, which is not on the last stage: "
-                "use stage_layers with more layers on the last stage, or a smaller pp_size"
+                f"mtp_loss_weight: the MTP layer {planned.layers[0]} needs the attention mask of {away[0]}, but this "
+                "layer is not on the last pipeline stage, where the MTP layers are: use stage_layers with more "
+                "layers on the last stage, or a smaller pp_size"
             )
         if not runtime.is_local(PREDICTION.name):
             return
@@ -100,9 +101,9 @@ class MultiTokenPrediction(Part):
         for batch in batches:
             if batch.get("input_ids") is None or told_apart_by(batch) == "mask":
                 raise ConfigError(
-                    "mtp_loss_weight needs input_ids, and position_ids that begin anew with every document of a packed "
-                    f"row, got {', '.join(batch)}: pass input_ids and position_ids, or load the model without "
-                    "mtp_loss_weight"
+                    "mtp_loss_weight needs input_ids, and for packed rows position_ids that begin anew with every "
+                    f"document, got a batch with {', '.join(batch)}: pass input_ids and position_ids, or load the "
+                    "model without mtp_loss_weight"
                 )
 
     @contextmanager

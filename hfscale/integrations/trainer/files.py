@@ -316,7 +316,9 @@ def _newest_whole(output: Path) -> str | bool | None:
         if problem is None:
             if problems:
                 _log.warning(
-                    "resume_from_checkpoint=True resumes from %s: %s", path, _listed(problems)
+                    "resume_from_checkpoint=True resumes from %s, because newer checkpoints cannot be used: %s",
+                    path,
+                    _listed(problems),
                 )
             return str(path)
         problems[path] = problem

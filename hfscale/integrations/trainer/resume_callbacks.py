@@ -70,8 +70,9 @@ class TrainerRandomStreams:
         states = read_random_states(checkpoint, mesh.batch_rank if of_batches else None)
         if processes and states is None and not own and is_writer(mesh):
             _log.warning(
-                "%s has RNG states of %d processes, and %d batches are distinct here, so the states are ignored: "
-                "dropout masks will differ from those of the earlier run",
+                "%s has RNG states of %d processes, but this layout has %d distinct batches, so the states are not "
+                "restored, and dropout masks will differ from those of the earlier run: to restore them, resume in a "
+                "layout with as many distinct batches as there are states",
                 checkpoint,
                 processes,
                 mesh.batch_world,
