@@ -87,7 +87,8 @@ def prepare(
     disable_progress_bars()  # they would disturb the progress bar of training
     if tokenizer is None and data.format != "text":
         raise RecipeError(
-            f"data.format={data.format} is for fine-tuning a base model: use data.format=text to pretrain"
+            f"data.format={data.format} needs a base model to fine-tune, but this recipe pretrains: use "
+            "data.format=text"
         )
     if data.format == "chat" or data.chat_template is not None:
         set_chat_template(tokenizer, data)

@@ -64,8 +64,8 @@ def refuse_without_around(runtime: Runtime, model: nn.Module, call: str, instead
     trained = list(trained_around(runtime, model))
     if trained:
         raise ConfigError(
-            f"{call} writes {class_name(runtime.model)} as it was built, and would omit trainable parameters that were "
-            f"added later in or around the model ({', '.join(trained[:3])}): {instead}"
+            f"{call} writes {class_name(runtime.model)} as it was built, and would omit trainable parameters that "
+            f"were added later to the model or to a wrapper of it ({', '.join(trained[:3])}): {instead}"
         )
 
 

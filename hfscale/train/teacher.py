@@ -340,8 +340,8 @@ def _texts(batch: Mapping[str, Any]) -> list[tuple[int, str, Tensor]]:
         or (mask is not None and mask.ndim != 2)
     ):
         raise ConfigError(
-            "a stored teacher finds texts by input_ids, labels and a [rows, tokens] mask: leave out shift_labels, "
-            "inputs_embeds and masks of pairs of tokens"
+            "a stored teacher finds texts by input_ids, labels and an attention_mask of shape [rows, tokens], which "
+            "this batch lacks or replaces: leave out shift_labels, inputs_embeds and masks with more dims"
         )
     ids = ids.cpu()
     labelled = labels.cpu() != -100

@@ -266,7 +266,7 @@ def problem_of(checkpoint: Path) -> str | None:
             with ZipFile(path) as file:
                 damaged = file.testzip() if path.stat().st_size <= _MOST_READ else None
             if damaged:
-                raise BadZipFile(f"the checksum of {damaged} differs")
+                raise BadZipFile(f"the checksum of {damaged} does not match its content")
         if (path := checkpoint / INDEX).exists():
             missing = {*json.loads(path.read_bytes())["weight_map"].values()} - {
                 each.name for each in weights
@@ -347,9 +347,9 @@ def _whole(checkpoint: Path) -> str:
         return str(checkpoint)
     whole = [path for path in _checkpoints(checkpoint.parent) if problem_of(path) is None]
     advice = (
-        f"resume_from_checkpoint={str(whole[-1])!r} is whole"
+        f"resume_from_checkpoint={str(whole[-1])!r} is complete: use it"
         if whole
-        else "there is no complete one beside it"
+        else "its directory has no complete checkpoint: train from the start"
     )
     raise CheckpointError(f"{checkpoint} cannot be used: it {problem}; {advice}")
 

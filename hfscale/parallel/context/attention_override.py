@@ -199,8 +199,8 @@ def _attention(
     own = mask.batch.split.length(mask.batch.rank)
     if not query.shape[2] == key.shape[2] == own:
         raise ConfigError(
-            f"{class_name(module)} must have one query and one key per token of this rank ({own} tokens), got "
-            f"{query.shape[2]} queries and {key.shape[2]} keys: use {UNCUT_SEQUENCES}"
+            f"{class_name(module)} must compute one query and one key for each of the {own} tokens that this context "
+            f"rank has, got {query.shape[2]} queries and {key.shape[2]} keys: use {UNCUT_SEQUENCES}"
         )
     given = {name: value for name, value in kwargs.items() if value is not None}
     scale, softcap = (

@@ -305,8 +305,9 @@ def check(
         below = next(m for m in range(num_microbatches - 1, 0, -1) if _whole_rounds(m, pp_size))
         above = next(m for m in count(num_microbatches + 1) if _whole_rounds(m, pp_size))
         raise ConfigError(
-            f"num_microbatches={num_microbatches} does not divide into the {num_microbatches // pp_size} rounds of "
-            f"{schedule} over pp_size={pp_size}: use {below} or {above} (any multiple of pp_size is valid)"
+            f"num_microbatches={num_microbatches} does not divide into {num_microbatches // pp_size} groups of equal "
+            f"size, in which {schedule} over pp_size={pp_size} runs microbatches: use {below} or {above} (any "
+            "multiple of pp_size is valid)"
         )
     if steps > 1 and described.flushes:
         raise ConfigError(

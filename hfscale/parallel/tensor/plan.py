@@ -21,7 +21,7 @@ def plan_tensor(draft: Draft) -> None:
     """Plan the tensor-parallel blocks according to the model's blueprint."""
     if draft.tp > 1 and (asked := partial_output(draft.config)):
         draft.problem(
-            f"tp_size={draft.tp}: the config's {asked}: set it to False, or use tp_size=1"
+            f"tp_size={draft.tp}: the config's {asked}: set this option to False, or use tp_size=1"
         )
     if draft.tp > 1 and draft.blueprint:
         draft.blocks = plan_blocks(draft, draft.blueprint, draft.decoders)

@@ -36,8 +36,9 @@ def find_layers(draft: Draft, blueprint: Blueprint | None) -> list[str]:
     ]
     for layer, name in _tied_outside(draft, layers) if draft.layout.data_world > 1 else ():
         draft.problem(
-            f"{draft.layout.describe()}: {wild_name(layer)} shares {wild_name(name)} with another part of "
-            "the model, but sharding by layer would untie this tensor: use dp_shard_size=1 and dp_replicate_size=1"
+            f"{draft.layout.describe()}: {wild_name(layer)} shares the tensor {wild_name(name)} with a module outside "
+            "of this layer, but FSDP2 shards each layer by itself, which would untie this tensor: use "
+            "dp_shard_size=1 and dp_replicate_size=1"
         )
     return layers
 
@@ -52,8 +53,9 @@ def _lists(draft: Draft, blueprint: Blueprint) -> list[str]:
             repr(base_prefix(draft.model) + path) for path in blueprint.layer_lists
         )
         draft.problem(
-            f"tp_size={draft.tp}: the blueprint of {draft.config.model_type!r} names the layer list {wanted}, "
-            f"which {type(draft.model).__name__} does not have: correct the blueprint, or use tp_size=1"
+            f"tp_size={draft.tp}: the blueprint of {draft.config.model_type!r} (how hfscale shards its layers) names "
+            f"the layer list {wanted}, which {type(draft.model).__name__} does not have: correct the blueprint, or "
+            "use tp_size=1"
         )
     return lists
 

@@ -74,7 +74,8 @@ def check_replicas(
         )
     if not any(runtime.mesh.ranks.values()):
         _log.warning(
-            "%s The relative difference is only %.0e, which rounding can explain.",
+            "%s The relative difference between the ranks' values is only %.0e, which rounding can explain, so "
+            "training continues.",
             _cause(apart),
             drift,
         )

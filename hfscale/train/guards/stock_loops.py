@@ -299,8 +299,9 @@ def _refuse_over_shards(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]
 
 def _refuse(optimizer: torch.optim.Optimizer, part: _Held, why: str) -> None:
     raise ConfigError(
-        f"{type(optimizer).__name__} is not elementwise (tried on two small matrices, full and sharded), and over "
-        f"{part.layout} {why}: its steps would differ from the steps of one process: make {_INSTEAD}"
+        f"{type(optimizer).__name__} is not elementwise (a trial on two small matrices, full and sharded, gave "
+        f"different steps), and over {part.layout} {why}: its steps would differ from the steps of one process: make "
+        f"{_INSTEAD}"
     )
 
 

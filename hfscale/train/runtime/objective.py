@@ -116,8 +116,8 @@ class OwnLoss(KeepsOutputs):
     def scoring(self, *_: Any, **__: Any) -> AbstractContextManager[Any]:
         """Raise :class:`ConfigError`: token scores and distillation are defined only for causal language models."""
         raise ConfigError(
-            f"token scores and distillation need a causal language model's loss, but {self._name} has another loss: "
-            "use a causal language model"
+            f"hfscale.token_scores, score_loss and distillation need a causal language model's loss, but {self._name} "
+            "has another loss: use a causal language model"
         )
 
     distilling = scoring
