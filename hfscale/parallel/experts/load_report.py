@@ -90,7 +90,7 @@ def expert_load(model: nn.Module) -> ExpertLoad:
         raise ConfigError(
             "this model does not count the tokens of its experts: load it with routing=hfscale.RoutingConfig()"
             if runtime.plan.mixtures
-            else f"{class_name(runtime.model)} has no experts that hfscale knows, so it has no expert load: call this only for a mixture of experts"
+            else f"{class_name(runtime.model)} has no experts that hfscale knows, so it has no expert load"
         )
     routing = part.routing
     mesh = runtime.mesh

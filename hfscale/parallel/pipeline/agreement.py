@@ -166,7 +166,8 @@ class StageAgreement:
                     next(tie.names for tie in self._stages.ties if name in tie.names)
                 )
                 raise ConfigError(
-                    f"{names} is one tied tensor with copies on several stages, which differ since the last update: "
+                    f"{names} is one tied tensor with a copy on each of several stages, and these copies differ since "
+                    "the last update: "
                     "use the same optimizer options under all of its names (a parameter group chosen by name may "
                     "have only some of them), or load the model again if its weights were changed by hand on one "
                     "stage"

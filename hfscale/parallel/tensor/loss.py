@@ -375,7 +375,10 @@ class VocabParallelLoss(KeepsOutputs):
         Raises:
             ConfigError: the vocabulary is sharded, or the loss must be divided by a number of labels.
         """
-        its = f"{class_name(model)} computes its loss itself instead of calling model.loss_function, so this loss cannot"
+        its = (
+            f"{class_name(model)} computes its loss itself instead of calling model.loss_function, so this loss "
+            "cannot"
+        )
         if self.group is not None:
             raise ConfigError(
                 f"{its} be computed over a sharded vocabulary: call the model without labels, and compute the loss "

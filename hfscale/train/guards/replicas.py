@@ -75,7 +75,7 @@ def check_replicas(
     if not any(runtime.mesh.ranks.values()):
         _log.warning(
             "%s The relative difference between the ranks' values is only %.0e, which rounding can explain, so "
-            "training continues.",
+            "no error is raised.",
             _cause(apart),
             drift,
         )

@@ -348,7 +348,7 @@ def test_refusals() -> None:
         num_attention_heads=4,
         vocab_size=67,
     )
-    with pytest.raises(ConfigError, match="takes no routes"):
+    with pytest.raises(ConfigError, match="has no mixture of experts, so routes="):
         step(built(dense), batch, routes=given)
 
 
@@ -357,7 +357,7 @@ def test_a_router_that_does_not_hand_on_its_top_k_is_refused() -> None:
     gate = model.model.layers[1].mlp.gate
     forward = gate.forward
     gate.forward = lambda hidden: (*forward(hidden)[:2], forward(hidden)[2].flip(-1))
-    with pytest.raises(ConfigError, match="not those of one top-k"):
+    with pytest.raises(ConfigError, match="with other indices than one top-k"):
         step(model, batch_of(), routes=others((2, 7, 2), 4, 2))
 
 
@@ -410,10 +410,13 @@ def test_routes_of_engines(engine: str) -> None:
 def test_routes_that_do_not_fit_the_rows() -> None:
     model = built(qwen2_moe(decoder_sparse_step=2))
     array = np.zeros((3, 2, 2), dtype=np.int32)
-    with pytest.raises(ConfigError, match="row 1 has 3 tokens, and its routes are of 1"):
+    with pytest.raises(
+        ConfigError,
+        match="row 1 of attention_mask has 3 tokens, but the engine recorded the experts of 1",
+    ):
         hfscale.routes_from_vllm(model, [array, array[:1]], MASK)
     with pytest.raises(ConfigError, match="1 entries for 2 rows"):
         hfscale.routes_from_vllm(model, [array], MASK)
     deep = built(qwen2_moe(decoder_sparse_step=2, num_hidden_layers=4))
-    with pytest.raises(ConfigError, match="routes of 3 layers, and the model has 4"):
+    with pytest.raises(ConfigError, match="the experts of 3 layers, but the model has 4"):
         hfscale.routes_from_vllm(deep, [array[:, [0, 1, 0]], array[:, [0, 1, 0]]], MASK)

@@ -67,7 +67,7 @@ def test_a_csv_is_a_schedule(tmp_path: Path) -> None:
         ("0F0,0X0\n", r"row 1: '0X0' is not an action: write stage, F, B, I or W, and microbatch"),
         ("0F0,0RECV_B0,0B0\n", "sends and receives are added by hfscale"),
         ("0F0,0F0,0B0\n", r"stage 0 has F, B, I, W of microbatch 0 \(2, 1, 0, 0\) times"),
-        ("0F0,0I0\n", r"give one F and either one B, or one I and one W"),
+        ("0F0,0I0\n", r"needs one F and either one B, or one I and one W"),
         ("0F0,0B0\n0F1,0B1\n", "stage 0 is on rank 0 and on rank 1"),
         ("0F0,0B0,2F0,2B0\n", r"stages \[0, 2\]"),
         ("0F0,0B0,0B1\n", r"0B1|\(0, 'backward', 1\) has no forward"),

@@ -45,7 +45,7 @@ def test_of_several_ranks(pools: Pools, layout: dict[str, int]) -> None:
         assert (
             "hfscale.from_pretrained(directory, parallel=..., resize_token_embeddings=72)" in resize
         )
-        assert "build a second one with hfscale.from_pretrained" in deepcopy
+        assert "build a second model with hfscale.from_pretrained" in deepcopy
         assert averaged == deepcopy
 
 
