@@ -242,7 +242,7 @@ def test_too_few_processes_for_stages(saved: str) -> None:
 
 
 def test_more_stages_than_layers(saved: str) -> None:
-    words = ("pp_size=3 exceeds the 2 layers of 'llama'", "use pp_size 1 to 2")
+    words = ("pp_size=3 asks for more stages than the 2 layers of 'llama'", "use pp_size 1 to 2")
     _says(
         PlanError,
         lambda: hfscale.from_pretrained(saved, parallel=ParallelConfig(pp_size=3)),

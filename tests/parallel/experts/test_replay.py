@@ -319,13 +319,13 @@ def test_refusals() -> None:
     given = others((2, 7, 2), 4, 2)
     refused = {
         r"\[2, 6, 2, 2\] for 2 rows of 7 tokens and 2 layers": given[:, 1:],
-        r"routes\[1, 3, 0\] is \[2, 2\], and must be 2 different of 4": given.index_put(
+        r"routes\[1, 3, 0\] = \[2, 2\] .* give 2 different numbers below 4": given.index_put(
             tuple(map(torch.tensor, (1, 3, 0))), torch.tensor([2, 2])
         ),
-        r"is \[4, 4\]": torch.full_like(given, 4),
-        r"is \[1, -1\]": torch.tensor([1, -1]).expand(2, 7, 2, 2),
+        r"= \[4, 4\]": torch.full_like(given, 4),
+        r"= \[1, -1\]": torch.tensor([1, -1]).expand(2, 7, 2, 2),
         "whole numbers": given.double(),
-        "has 2 tensors for 1 batches": [given, given],
+        "got 2 tensors for 1 batches": [given, given],
         "is a list": [[given]],
     }
     for words, routes in refused.items():
