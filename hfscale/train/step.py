@@ -139,7 +139,7 @@ def _check_teacher(runtime: Runtime, teacher: "ModelTeacher", other: bool) -> No
 
 def _refuse_beside(loss: str, names: str) -> None:
     raise ConfigError(
-        f"{loss} replaces the model's loss, so it cannot be combined with {names}: leave these out"
+        f"{loss} replaces the model's loss, which these options would change: leave {names} out"
     )
 
 

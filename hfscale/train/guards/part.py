@@ -89,7 +89,7 @@ def refuse_changes(model: Any, layout: ParallelConfig) -> None:
         if new_num_tokens in (None, model.config.get_text_config().vocab_size):
             return model.get_input_embeddings()  # like transformers if the size does not change
         raise ConfigError(
-            f"resize_token_embeddings({new_num_tokens}) cannot be called on this {kind} after the model was sharded, "
+            f"resize_token_embeddings({new_num_tokens}) cannot be called on this {kind} after hfscale has planned it, "
             "because the loss and the saves depend on its planned shapes. Resize the model while it is loaded: "
             f"hfscale.from_pretrained(directory, parallel=..., resize_token_embeddings={new_num_tokens}); "
             "hfscale.parallelize(model, parallel) takes a model that was resized in memory"
