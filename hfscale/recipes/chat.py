@@ -104,9 +104,9 @@ def encode_completion(
     ids = tokenizer(prompt + completion, verbose=False)["input_ids"]
     if train_on == "completions" and ids[: len(before)] != before:
         raise RecipeError(
-            f"{where}: the prompt's last token changes when the completion follows it, so training and generation "
-            "would see different prompts: begin completions with the space that prompts end with, or use "
-            "data.train_on=all"
+            f"{where}: the last token of the prompt changes when the completion follows it, so the model would see "
+            "other prompts in training than in generation: begin completions with the space that prompts end with, "
+            "or use data.train_on=all"
         )
     ids = [*ids, tokenizer.eos_token_id]
     return Example(

@@ -211,7 +211,7 @@ class ModelTeacher:
             ]
             if runtime.mesh.largest(not added or any(name not in added for name in trained))[0]:
                 raise ConfigError(
-                    "the student can be its own teacher only where nothing but adapters train: give the student a "
+                    "the student can be its own teacher only if nothing but adapters trains: give the student a "
                     "peft_config, or load the teacher as a second model"
                 )
         elif any(adapter.base.startswith(f"{plan.head}.") for adapter in plan.adapters):

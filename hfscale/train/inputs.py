@@ -99,7 +99,8 @@ def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss)
         _check_value(name, value, runtime.mesh.device)
     if batch.get("logits_to_keep"):
         raise ConfigError(
-            "logits_to_keep leaves positions without logits, but the loss covers all positions: leave it out"
+            "logits_to_keep leaves positions without logits, but the loss covers all positions: leave logits_to_keep "
+            "out"
         )
     refuse_lengths_alone(batch)
     labels = (

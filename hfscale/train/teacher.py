@@ -348,7 +348,7 @@ def _texts(batch: Mapping[str, Any]) -> list[tuple[int, str, Tensor]]:
     attended = torch.ones_like(labelled) if mask is None else mask.cpu() != 0
     if (labelled[:, 1:] & ~attended[:, :-1]).any():
         raise ConfigError(
-            "a stored teacher cannot predict the token after padding: set the label of that token to -100"
+            "a stored teacher cannot predict a token that follows padding: set the label of this token to -100"
         )
     texts = []
     for row in labelled[:, 1:].any(1).nonzero().flatten().tolist():

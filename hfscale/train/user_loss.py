@@ -175,7 +175,8 @@ def train_by_scores(
         total = user.scalar(found, "a microbatch's loss")
         if not total.requires_grad:
             raise ConfigError(
-                "score_loss returned a loss without a graph: make it of the scores, without .detach()"
+                "score_loss returned a loss without a graph, so nothing would be trained: make it of the scores, "
+                "without .detach()"
             )
         return total
 

@@ -323,7 +323,10 @@ def _newest_whole(output: Path) -> str | bool | None:
             return str(path)
         problems[path] = problem
     if {*problems.values()} - {_UNFINISHED}:
-        raise CheckpointError(f"{output} has no complete checkpoint: {_listed(problems)}")
+        raise CheckpointError(
+            f"{output} has no complete checkpoint to resume from: {_listed(problems)}; to train from the start, leave "
+            "resume_from_checkpoint out"
+        )
     if not problems and not (output / _ASIDE).exists():
         return True  # Trainer itself raises for this value
     _log.warning(

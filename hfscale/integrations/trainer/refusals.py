@@ -199,8 +199,8 @@ def check_trainer(trainer: Any, scores_tokens: bool) -> None:
     elif hasattr(trainer, "generation_config") and _is_partial(runtime.mesh.layout):
         raise ConfigError(
             f"{runtime.mesh.layout.describe()}: {name} generates with the model that it trains and needs the full "
-            "output head, but a rank has only some layers, or a part of the sequences: use pp_size=1 and "
-            f"{UNCUT_SEQUENCES}"
+            "output head, but each rank has only some of the layers, or only some tokens of each sequence: use "
+            f"pp_size=1 and {UNCUT_SEQUENCES}"
         )
     if runtime.plan.stages is not None:
         _check_stages(trainer, runtime, scores_tokens)

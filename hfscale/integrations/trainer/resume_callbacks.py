@@ -92,8 +92,8 @@ class TrainerRandomStreams:
         if states is not None and (then := states.get("rows", rows)) != rows and is_writer(mesh):
             warnings.warn(
                 f"{checkpoint} was written by steps of {then} rows over all ranks, but steps now have {rows} rows, so "
-                "rows of an epoch are repeated or left out: change per_device_train_batch_size or "
-                "gradient_accumulation_steps to restore the earlier number",
+                "the run repeats or leaves out rows of an epoch: change per_device_train_batch_size or "
+                "gradient_accumulation_steps to restore the earlier number of rows",
                 stacklevel=2,
             )
 

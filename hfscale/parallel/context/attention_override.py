@@ -211,8 +211,9 @@ def _attention(
     dropout = float(given.pop("dropout", 0.0))
     if unknown := [name for name in given if name not in _SAID]:
         raise ConfigError(
-            f"{class_name(module)} passes unknown arguments to attention ({', '.join(unknown)}), so attention over "
-            f"sharded sequences could differ: use {UNCUT_SEQUENCES}"
+            f"{class_name(module)} passes arguments to attention that hfscale does not know ({', '.join(unknown)}), "
+            "so attention over sharded sequences could compute something else than stock attention: use "
+            f"{UNCUT_SEQUENCES}"
         )
     call = AttentionCall(
         scale=query.shape[-1] ** -0.5 if scale is None else scale,

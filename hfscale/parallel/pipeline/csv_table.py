@@ -89,7 +89,8 @@ def _complete(order: Order, path: Path) -> None:
         for action in actions:
             if home.setdefault(action.stage, rank) != rank:
                 raise ConfigError(
-                    f"{path}: stage {action.stage} is on rank {home[action.stage]} and on rank {rank}: use one rank"
+                    f"{path}: stage {action.stage} is on rank {home[action.stage]} and on rank {rank}: write all "
+                    "actions of a stage in the row of one rank"
                 )
             if action.kind != "update":
                 seen[action[:3]] += 1

@@ -311,7 +311,8 @@ def check(
         )
     if steps > 1 and described.flushes:
         raise ConfigError(
-            f"steps={steps}: {schedule} ends every step with a flush, so all steps are the same: use steps=1"
+            f"steps={steps}: {schedule} ends every step with a flush, so a drawing of several steps would repeat the "
+            "first one: use steps=1"
         )
 
 

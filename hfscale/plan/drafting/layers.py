@@ -115,7 +115,12 @@ def find_layer_list(model: Any) -> str:
             lists[name] = sum(parameter.numel() for parameter in module.parameters())
     ranked = sorted((name for name in lists if lists[name]), key=lambda name: -lists[name])
     if not ranked:
-        raise PlanError("its base model has no list of layers (nn.ModuleList)")
+        raise PlanError(
+            "the base model has no list of layers (an nn.ModuleList), which hfscale needs to shard it by layer"
+        )
     if len(ranked) > 1 and 2 * lists[ranked[1]] >= lists[ranked[0]]:
-        raise PlanError(f"it has several lists of layers of similar size: {', '.join(ranked[:2])}")
+        raise PlanError(
+            "the base model has several lists of layers of similar size, so none can be taken as its list of layers: "
+            f"{', '.join(ranked[:2])}"
+        )
     return base_prefix(model) + ranked[0]

@@ -276,7 +276,7 @@ def _warn_of_rounding(runtime: Runtime) -> None:
     quantized = runtime.plan.quantized
     for line in [] if quantized is None else quantized.lines(runtime.plan.by_name)[1:]:
         _log.warning(
-            "%s (so losses differ from the losses of one process by the rounding of these weights)",
+            "%s, so the loss differs from the loss of one process by the rounding of these weights",
             line,
         )
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")

@@ -69,8 +69,8 @@ def check_replicas(
         if saving is None:
             raise ConfigError(f"{cause} Load the model again: the ranks no longer hold one model")
         raise CheckpointError(
-            f"{saving} would write one rank's values: {cause} Nothing was written; check_replicas=False writes the "
-            "first ranks' values anyway"
+            f"{saving} would write the values of one rank, but ranks have different values: {cause} Nothing was "
+            "written; check_replicas=False writes the values of the first ranks anyway"
         )
     if not any(runtime.mesh.ranks.values()):
         _log.warning(
