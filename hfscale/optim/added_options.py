@@ -43,7 +43,7 @@ def split_options(optimizer: str, given: Options) -> tuple[Options, Added]:
                 taken[name] = (option, option.parse(own.pop(name)))
             except (TypeError, ValueError) as error:
                 raise ConfigError(
-                    f"the value of an option of the optimizer {optimizer!r} must be readable, got "
-                    f"{name}={given[name]!r} ({error}): pass a value of the right type"
+                    f"optimizer {optimizer!r} cannot read its option {name}={given[name]!r} ({error}): pass a value "
+                    "of the right type"
                 ) from error
     return own, taken

@@ -91,8 +91,8 @@ def refuse_without_flush(runtime: Runtime, loss: str) -> None:
     layout = runtime.mesh.layout
     if runtime.plan.stages is not None and not layout.flushes:
         raise ConfigError(
-            f"pipeline_schedule {layout.pipeline_schedule} cannot be used with {loss}, because the microbatches of a "
-            "batch end in later steps: use '1f1b' or 'zbv'"
+            f"pipeline_schedule {layout.pipeline_schedule} cannot be used with {loss}, because under this schedule "
+            "some microbatches of a batch end in a later step: use '1f1b' or 'zbv'"
         )
 
 

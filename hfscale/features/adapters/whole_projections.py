@@ -166,9 +166,9 @@ def _with_whole(
     trained = next((name for name in wanted if held[name].requires_grad), None)
     if trained is not None:
         raise ConfigError(
-            f"{plans[trained].name} must be frozen, got requires_grad=True: its adapter computes with the weight "
-            "gathered from all tensor ranks, which cannot be trained at the same time, so freeze it "
-            "(requires_grad_(False)), or use tp_size=1"
+            f"{plans[trained].name} must be frozen, got requires_grad=True: its adapter computes with a copy of the "
+            "weight that is gathered from all tensor ranks, and this copy returns no gradient to the weight: freeze "
+            "the weight (requires_grad_(False)), or use tp_size=1"
         )
     full = {
         name: gathered(planned, local_tensor(held[name]), mesh) for name, planned in wanted.items()

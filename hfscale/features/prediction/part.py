@@ -64,8 +64,8 @@ class MultiTokenPrediction(Part):
         lookups = {f"{name}.weight" for name in (runtime.plan.lookup, PREDICTION.lookup)}
         if any(adapter.base in lookups for adapter in runtime.plan.adapters):
             raise ConfigError(
-                "mtp_loss_weight cannot be used with adapters of the embedding, since MTP layers read the embedding "
-                "too: leave out either mtp_loss_weight or the embedding's adapter"
+                "mtp_loss_weight cannot be used with adapters of the embedding, because the MTP layers share the "
+                "embedding: leave out either mtp_loss_weight or the embedding's adapter"
             )
         away = [
             layer

@@ -368,8 +368,8 @@ class Accelerator(accelerate.Accelerator):
             if trained <= given and (trained or still):
                 return clip_grad_norm_(model, max_norm, norm_type) if self.sync_gradients else None
         raise ConfigError(
-            "clip_grad_norm_ must get all trainable parameters of one prepared model, because it clips their "
-            "gradients by one norm, but got only some of them or other parameters: pass model.parameters()"
+            "clip_grad_norm_ must get all trainable parameters of one prepared model, got only some of them, or "
+            "other parameters: pass model.parameters(), because a model's gradients are clipped together"
         )
 
     def save_model(

@@ -280,7 +280,7 @@ class LayerRouting:
             raise ConfigError(
                 f"{self.planned.name} must be called with all tokens that this rank has ({samples * own}, of a batch "
                 f"of {samples} x {tokens}), got {rows} tokens: use RoutingConfig() (which only counts tokens) or "
-                f"force_balanced alone, for {self.planned.name!r}"
+                f"force_balanced alone, because other options of routing= need all tokens in {self.planned.name!r}"
             )
         return _OwnTokens(
             lengths,

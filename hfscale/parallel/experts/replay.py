@@ -226,8 +226,8 @@ class RouteReplay(Part):
                 made.data_ptr() != got.data_ptr() and not torch.equal(made.view_as(got), got)
             ):
                 raise ConfigError(
-                    f"{wild_name(planned.name)}: {runtime.plan.family!r} calls its experts with other indices than "
-                    f"one top-k of {choice.count} router scores has returned, so the experts of tokens cannot be "
+                    f"{wild_name(planned.name)}: {runtime.plan.family!r} calls its experts with indices that are not "
+                    f"the result of one top-k of {choice.count} router scores, so the experts of tokens cannot be "
                     "replayed (routes=) or recorded: leave routes out"
                 )
             choice.made = made.flatten(0, -2)

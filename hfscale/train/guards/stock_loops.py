@@ -227,8 +227,9 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     parts = [getattr(parameter, _MARK) for parameter in held if hasattr(parameter, _MARK)]
     if getattr(optimizer, "state_device", None) is None and any(part.on_host for part in parts):
         raise ConfigError(
-            f"the model was built with offload_optimizer=True, and {type(optimizer).__name__} would keep its state "
-            "where the parameters are: make it by hfscale.create_optimizer(model, 'adamw_torch', lr=...)"
+            f"the model was built with offload_optimizer=True, but {type(optimizer).__name__} would keep its state on "
+            "the device of the parameters, not on the host: make the optimizer by hfscale.create_optimizer(model, "
+            "'adamw_torch', lr=...)"
         )
     # Hfscale's own optimizers handle sharded parameters correctly.
     if not getattr(optimizer, "keeps_plain_state", False):

@@ -357,7 +357,7 @@ def test_a_router_that_does_not_hand_on_its_top_k_is_refused() -> None:
     gate = model.model.layers[1].mlp.gate
     forward = gate.forward
     gate.forward = lambda hidden: (*forward(hidden)[:2], forward(hidden)[2].flip(-1))
-    with pytest.raises(ConfigError, match="with other indices than one top-k"):
+    with pytest.raises(ConfigError, match="not the result of one top-k"):
         step(model, batch_of(), routes=others((2, 7, 2), 4, 2))
 
 
