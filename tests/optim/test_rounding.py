@@ -215,7 +215,9 @@ def test_what_does_not_fit_is_refused() -> None:
             ConfigError, match=r"offload_optimizer=True needs an optimizer .* use 'adamw_torch'"
         ):
             hfscale.create_optimizer(model, name, lr=1e-3)
-    with pytest.raises(ConfigError, match="AdamW would keep its state on the device of the parameters"):
+    with pytest.raises(
+        ConfigError, match="AdamW would keep its state on the device of the parameters"
+    ):
         torch.optim.AdamW(model.parameters()).step()
     with pytest.raises(
         ConfigError, match="stochastic_rounding=True needs an optimizer that can update"
