@@ -138,9 +138,7 @@ def _check_teacher(runtime: Runtime, teacher: "ModelTeacher", other: bool) -> No
 
 
 def _refuse_beside(loss: str, names: str) -> None:
-    raise ConfigError(
-        f"{loss} replaces the model's loss, which these options would change: leave {names} out"
-    )
+    raise ConfigError(f"{loss} replaces the model's loss: leave {names} out")
 
 
 def drain(model: nn.Module) -> Iterator[Tensor]:
