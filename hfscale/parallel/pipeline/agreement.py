@@ -167,10 +167,9 @@ class StageAgreement:
                 )
                 raise ConfigError(
                     f"{names} is one tied tensor with a copy on each of several stages, and these copies differ since "
-                    "the last update: "
-                    "use the same optimizer options under all of its names (a parameter group chosen by name may "
-                    "have only some of them), or load the model again if its weights were changed by hand on one "
-                    "stage"
+                    "the last update: use the same optimizer options under all of its names (a parameter group "
+                    "chosen by name may have only some of them), or load the model again if its weights were changed "
+                    "by hand on one stage"
                 )
         return [
             any(any(report.trains[: stage + 1]) for report in self._reports)
