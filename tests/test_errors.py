@@ -242,7 +242,7 @@ def test_too_few_processes_for_stages(saved: str) -> None:
 
 
 def test_more_stages_than_layers(saved: str) -> None:
-    words = ("pp_size=3 exceeds the 2 layers of 'llama'", "use pp_size 1 to 2")
+    words = ("pp_size=3 asks for more stages than the 2 layers of 'llama'", "use pp_size 1 to 2")
     _says(
         PlanError,
         lambda: hfscale.from_pretrained(saved, parallel=ParallelConfig(pp_size=3)),
@@ -371,7 +371,13 @@ def test_batches_that_cannot_be_trained_on(model: Any) -> None:
     )
     ids = torch.ones(2, 4, dtype=torch.long)
     for labels, words in (
-        (ids[:, :3], ("labels are [2, 3] beside 2 rows of 4 tokens", "-100 where")),
+        (
+            ids[:, :3],
+            (
+                "labels must have the shape [rows, tokens], got [2, 3] for 2 rows of 4 tokens",
+                "-100 where",
+            ),
+        ),
         (ids.numpy(), ("labels is a ndarray: give tensors, [rows, tokens]",)),
     ):
         _says(
@@ -383,7 +389,7 @@ def test_batches_that_cannot_be_trained_on(model: Any) -> None:
     _says(
         ConfigError,
         lambda: hfscale.train_step(model, row),
-        "input_ids is [4]: give [rows, tokens]",
+        "input_ids must have the shape [rows, tokens], got [4]",
         "unsqueeze(0)",
     )
     with torch.no_grad():

@@ -34,6 +34,6 @@ def refuse_adapters(keys: Iterable[str], what: str) -> None:
         if any(f".{added.name}.layers." in key for key in keys):
             raise ConfigError(
                 f"{what} has weights for {added.words}, which transformers' model does not have: load model and "
-                f"adapter with hfscale.from_pretrained(base, peft_config=adapter, {added.option}=...), and call "
-                "hfscale.merge_and_unload"
+                f"adapter with hfscale.from_pretrained(base, peft_config=adapter, {added.option}=...), and merge them "
+                "with hfscale.merge_and_unload"
             )

@@ -246,8 +246,9 @@ def prove(question: str, model: Any, **given: Any) -> tuple[Any, bool]:
     proof = provided("proofs", question)
     if proof is None:
         raise PlanError(
-            f"{type(model).__name__} must be among hfscale's facts, or an extension must prove {question!r}, but "
-            f"extensions prove only {sorted(added('proofs'))}: install hfscale with its extras"
+            f"hfscale has no stored measurements of {type(model).__name__}, and the measurement {question!r} can be "
+            "made only by an extension, but the extensions that are installed can make only "
+            f"{sorted(added('proofs'))}: install hfscale with its extras"
         )
     answer, lasts = proof(model, **given)
     return json.loads(json.dumps(answer)), lasts

@@ -45,6 +45,7 @@ def split_options(optimizer: str, given: Options) -> tuple[Options, Added]:
                 taken[name] = (option, option.parse(own.pop(name)))
             except (TypeError, ValueError) as error:
                 raise ConfigError(
-                    f"{optimizer!r}: {name}={given[name]!r} cannot be read: {error}"
+                    f"optimizer {optimizer!r} cannot read its option {name}={given[name]!r} ({error}): pass a value "
+                    "of the right type"
                 ) from error
     return own, taken

@@ -64,7 +64,7 @@ class OptimizerChoice:
                 options[option] = self.takes[option](value)
             except (TypeError, ValueError) as error:
                 raise ConfigError(
-                    f"{name!r}: {option}={value!r} cannot be read: {error}"
+                    f"{name!r}: {option}={value!r} cannot be read: {error}; pass a value of the right type"
                 ) from error
         return self.finish(options) if self.finish else options
 

@@ -44,7 +44,9 @@ def without_paging(
     """Return the options, without paging if ``device`` is the CPU: only states on a GPU can be paged."""
     if options.get("is_paged") and device.type == "cpu":
         warnings.warn(
-            f"{name!r}: states are on the CPU already, so they are not paged", stacklevel=4
+            f"{name!r} pages optimizer states between GPU and host, but this model is on the CPU, so its states are "
+            "not paged",
+            stacklevel=4,
         )
         return {**options, "is_paged": False}
     return options
@@ -116,7 +118,8 @@ def try_step(device: torch.device) -> str:
     moved = bool((weight.detach() < 1).all())
     if not moved or "torch.uint8" not in kinds:
         raise ConfigError(
-            f"a step of 8-bit AdamW on {device} must change its weight and keep its state in uint8, but it did not: "
-            "install a bitsandbytes made for this device, or use optimizer='adamw_torch_fused'"
+            f"a step of 8-bit AdamW on {device} must change its weight and keep its state in uint8, but a trial step "
+            "with the installed bitsandbytes did not: install a bitsandbytes made for this device, or use "
+            "optimizer='adamw_torch_fused'"
         )
     return f"AdamW on {device}, its state in uint8"

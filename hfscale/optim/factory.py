@@ -149,7 +149,9 @@ def create_optimizer(
     try:
         return _ENGINES[choice.engine](order)
     except ValueError as error:  # the stock class raises for invalid values
-        raise ConfigError(f"{name!r} cannot be made: {error}") from error
+        raise ConfigError(
+            f"{name!r} cannot be made: {error}; change the value of this option"
+        ) from error
 
 
 def _check_numbers(
@@ -307,8 +309,8 @@ def _muon(order: _Order) -> ShardedOptimizer:
         muon.projection_of(planned) for planned in runtime.plan.parameters
     }:
         raise ConfigError(
-            f"split={split!r}: the model has no projection {', '.join(sorted(unknown))}: use last names of "
-            "projections, like 'qkv_proj'"
+            f"split={split!r}: the model has no projection called {', '.join(sorted(unknown))}: use the last parts of "
+            "projections' names, like 'qkv_proj'"
         )
     owners = owners_of(runtime.model)
     groups: dict[str, list[dict[str, Any]]] = {
@@ -394,7 +396,8 @@ def _checked(
     for group in groups:
         if "params" not in group:
             raise ConfigError(
-                f"a parameter group must have 'params', got {', '.join(group)}: add the parameters"
+                f"every entry of groups= must have 'params', got an entry with only {', '.join(group)}: add the "
+                "parameters of the group"
             )
         given = group["params"]
         parameters = [given] if isinstance(given, Tensor) else list(given)
@@ -407,7 +410,8 @@ def _checked(
                     else f"one of shape {tuple(parameter.shape)} does not belong to the model"
                 )
                 raise ConfigError(
-                    f"groups must hold parameters of the model that train, but {what}: leave it out"
+                    f"groups= must hold parameters of the model that train, but {what}: leave this parameter out of "
+                    "groups"
                 )
         for option in ("lr", "weight_decay"):
             if not isinstance(value := group.get(option, 0.0), Tensor):

@@ -132,8 +132,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if self._complete:
             raise ConfigError(
-                f"a parameter group cannot be added to {self.name!r} later: set requires_grad first, and call "
-                "hfscale.create_optimizer(model, ..., groups=[...]) again"
+                f"a parameter group cannot be added to {self.name!r} after its creation: set requires_grad of the new "
+                "parameters first, and call hfscale.create_optimizer(model, ..., groups=[...]) again"
             )
         super().add_param_group(param_group)
 

@@ -120,8 +120,8 @@ def refuse_aside(name: str, asked: str = "offload_optimizer=True") -> None:
     """
     if name in ("adafactor", "muon"):
         raise ConfigError(
-            f"{asked} needs an optimizer of torch or bitsandbytes, which can step copies of weights, got {name!r}: "
-            "use 'adamw_torch' or 'adamw_8bit'"
+            f"{asked} needs an optimizer that can update separate copies of weights, such as those of torch or "
+            f"bitsandbytes, got {name!r}: use 'adamw_torch' or 'adamw_8bit'"
         )
 
 

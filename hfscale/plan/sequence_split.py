@@ -138,6 +138,6 @@ def tokens_of(batch: Mapping[str, Any], first: Sequence[str] = ()) -> tuple[int,
         if isinstance(tokens, Tensor) and tokens.ndim > 1:
             return tokens.shape[0], tokens.shape[1]
     raise ConfigError(
-        f"a batch must have input_ids or inputs_embeds, by whose shape it is cut, and has only {', '.join(batch)}: "
-        "add input_ids or inputs_embeds"
+        "a batch must have input_ids or inputs_embeds, whose shape gives its numbers of rows and tokens, got only "
+        f"{', '.join(batch)}: add input_ids or inputs_embeds"
     )

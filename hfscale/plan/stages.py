@@ -64,7 +64,10 @@ def balance(
     """
     layers = len(work)
     if not 1 <= stages <= layers:
-        raise ValueError(f"{layers} layers cannot be shared out to {stages} stages")
+        raise ValueError(
+            f"{layers} layers cannot be shared out to {stages} stages: use at least one stage, and at most one per "
+            "layer"
+        )
     total = list(accumulate(work, initial=0))
 
     def size(stage: int, start: int, stop: int) -> int:

@@ -51,8 +51,9 @@ def microbatches_of_step(recipe: Recipe, batch_world: int) -> tuple[int, int]:
     wanted = hfscale.ParallelConfig(**recipe.parallel).microbatches_of(microbatches)
     if microbatches * size % wanted:
         raise RecipeError(
-            f"the {microbatches * size} rows that a data rank has of training.batch_size={training.batch_size} do not "
-            f"divide into {wanted} microbatches: change training.batch_size, or set parallel.num_microbatches"
+            f"the {microbatches * size} rows of each data rank, its share of "
+            f"training.batch_size={training.batch_size}, do not divide into {wanted} microbatches: change "
+            "training.batch_size, or set parallel.num_microbatches"
         )
     return wanted, microbatches * size // wanted
 

@@ -42,8 +42,8 @@ def set_chat_template(reader: Any, data: DataRecipe) -> None:
         path = Path(data.chat_template)
         if not path.is_file():
             raise RecipeError(
-                f"data.chat_template={data.chat_template!r} is neither a file here nor built in for this base: give "
-                f"{use}"
+                f"data.chat_template={data.chat_template!r} is neither the path of an existing file nor a template "
+                f"that is built in for this base: give {use}"
             )
         reader.chat_template = path.read_text(encoding="utf-8")
     given = reader.chat_template
@@ -108,9 +108,9 @@ def encode_completion(
     ids = tokenizer(prompt + completion, verbose=False)["input_ids"]
     if train_on == "completions" and ids[: len(before)] != before:
         raise RecipeError(
-            f"{where}: the prompt's last token changes when the completion follows it, so training and generation "
-            "would see different prompts: begin completions with the space that prompts end with, or use "
-            "data.train_on=all"
+            f"{where}: the last token of the prompt changes when the completion follows it, so the model would see "
+            "other prompts in training than in generation: begin completions with the space that prompts end with, "
+            "or use data.train_on=all"
         )
     ids = [*ids, tokenizer.eos_token_id]
     return Example(
@@ -132,9 +132,9 @@ def _by_markers(
         # If a span begins or ends with a space that is in no token's offsets, transformers marks either nothing after
         # the space or everything, including the user's next message.
         raise RecipeError(
-            f"{where} has {turns} turns of the assistant, but the template's {{% generation %}} markers show {spans} "
-            "spans in its tokens, or do not end: strip spaces from the messages, begin and end the markers at text "
-            "other than spaces, or use data.train_on=all"
+            f"{where} has {turns} turns of the assistant, but the template's {{% generation %}} markers mark {spans} "
+            "spans of its tokens, or a span goes beyond its turn: strip spaces from the messages, begin and end the "
+            "markers at text other than spaces, or use data.train_on=all"
         )
     special = set(tokenizer.all_special_ids)
     start = 0

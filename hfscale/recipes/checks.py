@@ -39,8 +39,8 @@ def check_values(recipe: Recipe) -> None:
         )
     if training.restarts and not training.resume:
         raise RecipeError(
-            f"training.restarts={training.restarts} starts a failed run again, but without training.resume=true that "
-            "start would be refused: add training.resume=true, or leave training.restarts out"
+            f"training.restarts={training.restarts} starts a failed run again, but without training.resume=true the "
+            "new start would be refused: add training.resume=true, or leave training.restarts out"
         )
     if recipe.memory.get("offload_optimizer"):
         from ..plan.feature_plans import refuse_aside  # which imports torch
@@ -116,7 +116,7 @@ def _check_format(recipe: Recipe, data: DataRecipe) -> None:
     if data.format not in formats.get(data.source, FORMATS):
         fitting = "text" if data.source == "stdlib" else "chat, completion, pairs or prompts"
         raise RecipeError(
-            f"data.source={data.source} has no records for data.format={data.format}: use {fitting}"
+            f"data.source={data.source} cannot be read with data.format={data.format}: use data.format {fitting}"
         )
     if data.chat_template is not None and data.format not in ("chat", "pairs"):
         raise RecipeError(
@@ -137,8 +137,8 @@ def _check_format(recipe: Recipe, data: DataRecipe) -> None:
         )
     if data.packing and data.format in ("pairs", "classes"):
         raise RecipeError(
-            f"data.packing=true does not go with data.format={data.format}, which has one text per row: leave out "
-            "data.packing"
+            f"data.packing=true cannot be used with data.format={data.format}, for which every text needs its own "
+            "row: leave out data.packing"
         )
     if (data.format == "classes") != bool(data.classes):
         raise RecipeError(
@@ -152,7 +152,8 @@ def _check_learning(recipe: FinetuneRecipe) -> None:
     data = recipe.data
     if recipe.rewards and recipe.distils:
         raise RecipeError(
-            "a teacher and rewards are different things to learn from: give one of them"
+            "a recipe can learn either from rewards or from a teacher (teacher.base or teacher.stored), got both: "
+            "leave one of them out"
         )
     if teacher.write and (teacher.stored or not teacher.base):
         raise RecipeError(
@@ -164,7 +165,8 @@ def _check_learning(recipe: FinetuneRecipe) -> None:
         )
     if recipe.trl and not (recipe.rewards or teacher.base):
         raise RecipeError(
-            "trl sets how the model generates texts, which rewards or teacher.base judge: give one of them"
+            "trl sets how the model generates texts, but without rewards and teacher.base no text is generated: give "
+            "one of them, or leave trl out"
         )
     _check_texts(recipe, data)
 
@@ -180,8 +182,9 @@ def _check_texts(recipe: FinetuneRecipe, data: DataRecipe) -> None:
         data.format not in fitting or data.images_column is not None
     ):
         raise RecipeError(
-            f"data.format={data.format} has no texts without pictures to "
-            f"{'generate from' if recipe.generates else 'teach on'}: use {' or '.join(fitting)}"
+            f"data.format={data.format} must have texts without pictures to "
+            f"{'generate from' if recipe.generates else 'learn from a teacher'}: use {' or '.join(fitting)}, and leave "
+            "data.images_column out"
         )
     if data.format == "prompts" and not recipe.generates:
         raise RecipeError(

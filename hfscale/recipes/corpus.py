@@ -189,7 +189,7 @@ def _check_columns(name: str, found: list[str], data: DataRecipe) -> None:
     for field, column in needed_columns(data).items():
         if column not in found:
             raise RecipeError(
-                f"data.{field}={column!r} is not in {name}: its records have {', '.join(found)}"
+                f"data.{field}={column!r} is not in {name}: its records have {', '.join(found)}; name one of these"
             )
 
 

@@ -88,7 +88,8 @@ def prepare(
     disable_progress_bars()  # they would disturb the progress bar of training
     if tokenizer is None and data.format != "text":
         raise RecipeError(
-            f"data.format={data.format} is for fine-tuning a base model: use data.format=text to pretrain"
+            f"data.format={data.format} needs a base model to fine-tune, but this recipe pretrains: use "
+            "data.format=text"
         )
     if data.format == "chat" or data.chat_template is not None:
         set_chat_template(tokenizer, data)
@@ -152,15 +153,15 @@ def make_rows(
         rows = pack(_tokenized(tokenizer, documents, data), tokenizer.eos_token_id, length)
         if not len(rows):
             raise RecipeError(
-                f"the {use} text of data.source={data.source!r} is shorter than one sequence of {short}: use shorter "
-                "sequences, or more text"
+                f"the {use} text of data.source={data.source!r} is shorter than one sequence of {short}: use a "
+                "smaller data.sequence_length, or more text"
             )
         return {"input_ids": rows}
     if data.format == "pairs":
         pairs, dropped = encode_pairs(data, tokenizer, documents)
         if not pairs:
             raise RecipeError(
-                f"{none.format(dropped, 'pairs')} differ in their first {short}: use longer sequences"
+                f"{none.format(dropped, 'pairs')} differ in their first {short}: use a larger data.sequence_length"
             )
         print(
             f"{use}: {len(pairs):,} pairs; {dropped:,} dropped since both texts were the same",
@@ -170,8 +171,8 @@ def make_rows(
     examples, shortened, dropped = cut(encode(data, tokenizer, documents), length)
     if not examples:
         raise RecipeError(
-            f"{none.format(dropped, 'examples')} has a label in its first {short}: use longer sequences, or "
-            "data.train_on=all"
+            f"{none.format(dropped, 'examples')} has a label in its first {short}: use a larger data.sequence_length, "
+            "or data.train_on=all"
         )
     columns = packed_rows(examples, length) if data.is_packed else separate_rows(examples)
     print(

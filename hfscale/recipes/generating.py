@@ -151,7 +151,8 @@ def _row(data: DataRecipe, document: Document) -> dict[str, Any]:
     *before, last = columns[data.messages_column]
     if not before or last["role"] != "assistant":
         raise RecipeError(
-            f"{document.name} must end with an answer of the assistant: use data.format=prompts"
+            f"{document.name} must be a conversation that ends with an answer of the assistant after its prompt: "
+            "correct the data, or use data.format=prompts"
         )
     return {"prompt": before, "answer": last["content"]}
 

@@ -102,7 +102,7 @@ def prepare_launch(processes: int) -> None:
     if 0 < gpus < processes:
         raise RecipeError(
             f"the layout needs {processes} processes, but this machine has {gpus} GPU(s): use a smaller layout, or "
-            "several machines: --print-launch prints the command, to which Accelerate's --num_machines, "
+            "several machines. For these, --print-launch prints the command, to which Accelerate's --num_machines, "
             "--machine_rank, --main_process_ip and --main_process_port must be added"
         )
 

@@ -192,8 +192,9 @@ class PictureRows(Rows):
         labels = pad_sequence(list(columns["labels"]), batch_first=True, padding_value=IGNORED)
         if labels.shape != batch["input_ids"].shape:
             raise RecipeError(
-                f"the processor encodes a microbatch as {tuple(batch['input_ids'].shape)} tokens, but its "
-                f"conversations one by one as {tuple(labels.shape)}: use training.microbatch_size=1"
+                "the processor must encode the conversations of a microbatch to the same shape together and one by "
+                f"one, got {tuple(batch['input_ids'].shape)} together and {tuple(labels.shape)} one by one: use "
+                "training.microbatch_size=1"
             )
         labels[max(counted, 0) :] = IGNORED
         return {**batch, "labels": labels.to(torch.long)}

@@ -79,8 +79,9 @@ def _check_earlier_run(recipe: Recipe) -> None:
         if (saves or restarted()) and names == ["metrics.jsonl"]:
             return
         raise RecipeError(
-            f"training.resume=true, and {directory} has {', '.join(names)} but no saved state to resume from "
-            "(training.save_every writes states): choose another name, or replace the directory with replace=true"
+            f"training.resume=true needs a saved state, but {directory} has {', '.join(names)} and no state to resume "
+            "from (training.save_every writes states): choose another name, or replace the directory with "
+            "replace=true"
         )
     go_on = "go on with it (training.resume=true), " if "state" in names else ""
     raise RecipeError(

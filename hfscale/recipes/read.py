@@ -34,7 +34,8 @@ def read_recipe(
     }
     if "base" in given and "model" in given:
         raise RecipeError(
-            f"{path} has base and model: leave out model to fine-tune, or base to pretrain"
+            f"{path} has both base (a checkpoint to fine-tune) and model (sizes to pretrain): leave out model to "
+            "fine-tune, or base to pretrain"
         )
     if "base" in given:
         return load_recipe(FinetuneRecipe, path, overrides)

@@ -122,7 +122,10 @@ def teacher_model(recipe: FinetuneRecipe, layout: hfscale.ParallelConfig) -> Any
     try:
         return hfscale.from_pretrained(asked.base, **given).eval()
     except (OSError, ImportError) as error:
-        raise RecipeError(f"teacher.base={asked.base!r} cannot be loaded: {error}") from error
+        raise RecipeError(
+            f"teacher.base={asked.base!r} cannot be loaded: {error}; give the directory of a checkpoint or the id of "
+            "a model on the Hub"
+        ) from error
 
 
 def options_of(recipe: Recipe) -> dict[str, Any]:
@@ -160,7 +163,10 @@ def load(recipe: AnyRecipe, layout: hfscale.ParallelConfig) -> tuple[Any, Any]:
         )
         return model, tokenizer
     except (OSError, ImportError) as error:
-        raise RecipeError(f"base={recipe.base!r} cannot be loaded: {error}") from error
+        raise RecipeError(
+            f"base={recipe.base!r} cannot be loaded: {error}; give the directory of a checkpoint or the id of a model "
+            "on the Hub"
+        ) from error
 
 
 def reader_of(recipe: FinetuneRecipe) -> Any:

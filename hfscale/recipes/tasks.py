@@ -55,8 +55,8 @@ def _scores(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Ten
     scores = outputs.logits[:, 0].float()
     if len(scores) % 2:
         raise RecipeError(
-            f"a microbatch of {len(scores)} texts has half a pair: the pipeline split between a pair's texts; use a "
-            "parallel.num_microbatches that divides the number of pairs of a data rank in a step"
+            f"a microbatch must hold whole pairs of texts, got {len(scores)} texts, because the pipeline has split a "
+            "pair: use a parallel.num_microbatches that divides the number of pairs of a data rank in a step"
         )
     return scores[::2], scores[1::2], batch["counted"][::2].to(scores.device)
 

@@ -86,7 +86,9 @@ class RankPool(AbstractContextManager["RankPool"]):
                 pipe.send((function, args, kwargs))
         except OSError as error:  # a rank died after its last answer
             self.close()
-            raise RankError(f"a rank is gone: {error}") from error
+            raise RankError(
+                f"the process of a rank has ended, so the call could not be sent to it: {error}"
+            ) from error
         return self._collect()
 
     def alone(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -119,8 +119,9 @@ def clone_for(config: PreTrainedConfig, auto_class: Any, layers: int, **changes:
     except Exception as error:  # transformers may raise anything for an untested config
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ConfigError(
-            f"no tiny clone of this {config.model_type!r} can be built to compare with ({type(error).__name__}: "
-            f"{' '.join(lines[:2])}): hfscale plan shows what becomes of the model itself"
+            f"no tiny copy of this {config.model_type!r} can be built to compare layouts with "
+            f"({type(error).__name__}: {' '.join(lines[:2])}): run hfscale plan, which checks the layout on the model "
+            "itself"
         ) from error
 
 
@@ -156,7 +157,7 @@ def check_stock(case: Case) -> None:
     except Exception as error:  # transformers may raise anything for an untested config
         first = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            f"a tiny clone of this {case.config.model_type!r} cannot be trained by stock transformers "
+            f"a tiny copy of this {case.config.model_type!r} cannot be trained by stock transformers "
             f"{transformers.__version__} as {case.auto_class.__name__} ({type(error).__name__}: {first}), so there is "
             "nothing to compare with: try another --auto-class"
         ) from error
@@ -220,7 +221,7 @@ def verify(
     if not layout.flushes:
         others = ", ".join(name for name in schedule_names() if schedule_of(name).flushes)
         raise ConfigError(
-            f"pipeline_schedule={layout.pipeline_schedule!r} updates weights while microbatches are under way, so its "
+            f"pipeline_schedule={layout.pipeline_schedule!r} updates weights while microbatches are in flight, so its "
             f"steps are not those of one process: verify {others}, or a .csv file"
         )
     # Plan the model itself first, because the clone gets as many heads, experts and layers as the layout needs.

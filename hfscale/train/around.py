@@ -55,10 +55,10 @@ def refuse_trained_around(runtime: Runtime, model: nn.Module) -> None:
     if layout.total_size == 1 or not (trained := trained_around(runtime, model)):
         return
     raise ConfigError(
-        f"{class_name(model)} trains {', '.join(list(trained)[:3])} outside of {class_name(runtime.model)}, which "
-        f"{layout.describe()} does not cover, so each rank would train its own copy: put it into the model before "
-        "hfscale.parallelize, adapt the layers by hfscale.get_peft_model (LoRA, IA3, LoHa), freeze it, or use one "
-        "process"
+        f"{class_name(model)} trains {', '.join(list(trained)[:3])} outside of {class_name(runtime.model)}, whose "
+        f"layout {layout.describe()} does not cover them, so each rank would train its own copy: put them into the "
+        "model before hfscale.parallelize, adapt the layers by hfscale.get_peft_model (LoRA, IA3, LoHa), freeze "
+        "them, or use one process"
     )
 
 
@@ -69,8 +69,8 @@ def refuse_without_around(runtime: Runtime, model: nn.Module, call: str, instead
     trained = list(trained_around(runtime, model))
     if trained:
         raise ConfigError(
-            f"{call} writes {class_name(runtime.model)} as it was built, and would omit trainable parameters that were "
-            f"added later in or around the model ({', '.join(trained[:3])}): {instead}"
+            f"{call} writes {class_name(runtime.model)} as it was built, and would omit trainable parameters that "
+            f"were added later to the model or to a wrapper of it ({', '.join(trained[:3])}): {instead}"
         )
 
 

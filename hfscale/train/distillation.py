@@ -131,7 +131,8 @@ class ModelTeacher:
         device = self._student.mesh.device
         if self._student.plan.stages is not None or self._student.mesh.layout.cuts_sequences:
             raise ConfigError(
-                "pipeline stages and context ranks need hfscale.train_step(model, batch, teacher=...)"
+                "Teacher.loss cannot run with pipeline stages or context ranks: use hfscale.train_step(model, batch, "
+                "teacher=...), which can"
             )
         signals = self.signals(batch)[0]
         (microbatch,), _ = prepare(self._student, batch, train=False)
@@ -227,7 +228,7 @@ class ModelTeacher:
             ]
             if runtime.mesh.largest(not added or any(name not in added for name in trained))[0]:
                 raise ConfigError(
-                    "the student can be its own teacher only where nothing but adapters train: give the student a "
+                    "the student can be its own teacher only if nothing but adapters trains: give the student a "
                     "peft_config, or load the teacher as a second model"
                 )
         elif any(adapter.base.startswith(f"{plan.head}.") for adapter in plan.adapters):
@@ -294,9 +295,9 @@ def check_vocabulary(its: Mapping[str, Any], student: Runtime) -> None:
     if its["vocabulary"] != own["vocabulary"] or its["shift"] != own["shift"]:
         raise ConfigError(
             f"the teacher has a vocabulary of {its['vocabulary']} tokens and the student one of {own['vocabulary']}, "
-            "but the divergence compares them token by token, between two causal models or two encoder-decoders: use "
-            "a teacher with the student's tokenizer; if only padding differs, load one with "
-            "resize_token_embeddings=..."
+            "but the divergence compares vocabularies token by token, and only those of two causal models or of two "
+            "encoder-decoders: use a teacher with the student's tokenizer; if the vocabularies differ only by "
+            "padding, load the smaller one with resize_token_embeddings=..."
         )
     apart = (
         None not in (its["tokenizer"], own["tokenizer"]) and its["tokenizer"] != own["tokenizer"]
@@ -314,8 +315,8 @@ def loss_over_vocabulary(runtime: Runtime) -> StepLoss:
     """
     if any(adapter.kept_in in IN_FRONT for adapter in runtime.plan.adapters):
         raise ConfigError(
-            f"{class_name(runtime.model)} has a prompt in front of its tokens, but teacher and student must have the "
-            "same tokens: distill with LoRA, or without adapters"
+            f"{class_name(runtime.model)} has an adapter that adds a prompt (virtual tokens) before the text, but "
+            "teacher and student must have the same tokens: distill with LoRA, or without adapters"
         )
     if runtime.loss is None or runtime.plan.head is None or runtime.plan.loss is None:
         raise ConfigError(

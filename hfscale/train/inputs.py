@@ -74,7 +74,8 @@ def microbatches_of(batch: Batch | Sequence[Batch], routes: Any = None) -> list[
     given = [routes] if isinstance(routes, Tensor) else list(routes)
     if len(given) != len(batches):
         raise ConfigError(
-            f"routes= has {len(given)} tensors for {len(batches)} batches: pass one tensor for each batch"
+            f"routes= must have one tensor, the experts of its tokens, for each batch, got {len(given)} tensors for "
+            f"{len(batches)} batches: pass one tensor for each batch"
         )
     return [
         {
@@ -92,18 +93,20 @@ def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss)
     names, takes_more = forward_arguments(stock_class(runtime.model).forward)
     if loss.needs_labels and batch.get("labels") is None:
         raise ConfigError(
-            f"a step needs 'labels' in every batch, but found only {', '.join(batch)}"
+            f"a step needs 'labels' in every batch, but found only {', '.join(batch)}: add labels, or pass a loss_fn"
         )
     _check_names(batch, names, takes_more or not loss.needs_labels)
     if batch.get(ROUTES) is not None and not runtime.plan.mixtures:
         raise ConfigError(
-            f"{class_name(runtime.model)} has no mixtures of experts, so it takes no routes: leave them out"
+            f"{class_name(runtime.model)} has no mixture of experts, so routes= (the experts of each token) cannot be "
+            "used: leave routes out"
         )
     for name, value in batch.items():
         _check_value(name, value, runtime.mesh.device)
     if batch.get("logits_to_keep"):
         raise ConfigError(
-            "logits_to_keep leaves positions without logits, but the loss covers all positions: leave it out"
+            "logits_to_keep leaves positions without logits, but the loss covers all positions: leave logits_to_keep "
+            "out"
         )
     refuse_lengths_alone(batch)
     labels = (
@@ -168,12 +171,13 @@ def _check_shapes(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss) ->
     embeds = batch.get("inputs_embeds")
     if causal and (ids is None) == (embeds is None):
         raise ConfigError(
-            f"a batch needs exactly one of input_ids and inputs_embeds, got {', '.join(batch)}"
+            f"a batch needs exactly one of input_ids and inputs_embeds, got {', '.join(batch)}: pass only one of the "
+            "two"
         )
     if ids is not None and (ids.ndim < 2 or (causal and ids.ndim > 2)):
         raise ConfigError(
-            f"input_ids is {list(ids.shape)}: give [rows, tokens], for one row input_ids.unsqueeze(0), and labels of "
-            "the same shape"
+            f"input_ids must have the shape [rows, tokens], got {list(ids.shape)}: for one row, pass "
+            "input_ids.unsqueeze(0), and labels of the same shape"
         )
     if embeds is not None and causal:
         _check_embeds(runtime, embeds)
@@ -185,7 +189,10 @@ def _check_shapes(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss) ->
 def _check_embeds(runtime: Runtime, embeds: Tensor) -> None:
     table = runtime.plan.lookup_shape
     if table is not None and (embeds.ndim, embeds.shape[-1]) != (3, table[1]):
-        raise ConfigError(f"inputs_embeds is {list(embeds.shape)}: give [rows, tokens, {table[1]}]")
+        raise ConfigError(
+            f"inputs_embeds must have the shape [rows, tokens, hidden size], got {list(embeds.shape)}: give [rows, "
+            f"tokens, {table[1]}]"
+        )
 
 
 def _check_beside(
@@ -197,12 +204,13 @@ def _check_beside(
     rows, tokens = place
     if tokens == 0 < rows:
         raise ConfigError(f"a batch of {rows} rows has no tokens: pass rows of at least one token")
-    beside = f"beside {rows} rows of {tokens} tokens"
+    beside = f"for {rows} rows of {tokens} tokens"
     for name in ("labels", "shift_labels") if labelled else ():
         value = batch.get(name)
         if value is not None and value.shape != place:
             raise ConfigError(
-                f"{name} are {list(value.shape)} {beside}: give every token a label, -100 where it does not count"
+                f"{name} must have the shape [rows, tokens], got {list(value.shape)} {beside}: give every token a "
+                "label, -100 where it does not count"
             )
     mask = batch.get("attention_mask")
     positions = batch.get("position_ids")
@@ -212,7 +220,8 @@ def _check_beside(
         and (mask.ndim == 2 or (causal and mask.ndim != 4))
     ):
         raise ConfigError(
-            f"attention_mask is {list(mask.shape)} {beside}: give [rows, tokens], or [rows, heads, tokens, tokens]"
+            "attention_mask must have the shape [rows, tokens] or [rows, heads, tokens, tokens], got "
+            f"{list(mask.shape)} {beside}: give a mask of one of these shapes"
         )
     if positions is None or not causal:
         return
@@ -221,7 +230,10 @@ def _check_beside(
         or positions.shape[-1] != place[1]
         or positions.shape[-2] not in (1, place[0])
     ):
-        raise ConfigError(f"position_ids is {list(positions.shape)} {beside}: give [rows, tokens]")
+        raise ConfigError(
+            f"position_ids must have the shape [rows, tokens], got {list(positions.shape)} {beside}: give every token "
+            "a position"
+        )
 
 
 def prepare(
@@ -382,7 +394,10 @@ def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> l
     if runtime.observer is not None and runtime.model.training and torch.is_grad_enabled():
         asks = runtime.observer.needs_rows
     if asks and any(new is not old for new, old in zip(filled, given, strict=True)):
-        raise ConfigError(f"this rank's batch has no rows for {asks}: pass at least one row")
+        raise ConfigError(
+            f"a batch must have at least one row on every rank for {asks}, got none on this rank: pass at least one "
+            "row"
+        )
     shared = [
         Microbatch(each)
         for each in runtime.executor.share_out(

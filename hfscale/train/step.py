@@ -120,7 +120,8 @@ def _check_losses(
         _refuse_beside("score_loss", "label_smoothing and num_items_in_batch")
     if score_loss is None and temperature != 1:
         raise ConfigError(
-            f"temperature={temperature} needs score_loss=, which is missing: leave it out"
+            f"temperature={temperature} has no effect without score_loss=, which was not passed: leave temperature "
+            "out, or pass score_loss"
         )
 
 
@@ -257,7 +258,8 @@ def _divisor(asked: Any, count: Tensor, alone: bool) -> Tensor:
     check_number("num_items_in_batch", asked, least=0)
     if alone and asked == 0 and count > 1:
         raise ConfigError(
-            f"num_items_in_batch=0 is wrong for a step of {int(count)} labels: pass their number, or leave it out"
+            f"num_items_in_batch=0 does not fit a step of {int(count)} labels: pass the number of labels, or leave "
+            "num_items_in_batch out"
         )
     return torch.full((), float(asked) or 1.0, device=count.device)
 

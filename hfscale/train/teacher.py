@@ -351,15 +351,15 @@ def _texts(batch: Mapping[str, Any]) -> list[tuple[int, str, Tensor]]:
         or (mask is not None and mask.ndim != 2)
     ):
         raise ConfigError(
-            "a stored teacher finds texts by input_ids, labels and a [rows, tokens] mask: leave out shift_labels, "
-            "inputs_embeds and masks of pairs of tokens"
+            "a stored teacher finds texts by input_ids, labels and an attention_mask of shape [rows, tokens], which "
+            "this batch lacks or replaces: leave out shift_labels, inputs_embeds and masks with more dims"
         )
     ids = ids.cpu()
     labelled = labels.cpu() != -100
     attended = torch.ones_like(labelled) if mask is None else mask.cpu() != 0
     if (labelled[:, 1:] & ~attended[:, :-1]).any():
         raise ConfigError(
-            "a stored teacher cannot predict the token after padding: set the label of that token to -100"
+            "a stored teacher cannot predict a token that follows padding: set the label of this token to -100"
         )
     texts = []
     for row in labelled[:, 1:].any(1).nonzero().flatten().tolist():

@@ -52,7 +52,7 @@ class UserFunction:
     ) -> None:
         if not callable(function) or not _takes(function, len(arguments)):
             raise ConfigError(
-                f"{name}={function!r} is invalid: pass a function of {' and '.join(arguments)}"
+                f"{name}={function!r} is invalid: pass a function that takes {' and '.join(arguments)}"
             )
         self.name = name
         self._runtime = runtime
@@ -102,8 +102,8 @@ def refuse_without_flush(runtime: Runtime, loss: str) -> None:
     layout = runtime.mesh.layout
     if runtime.plan.stages is not None and not layout.flushes:
         raise ConfigError(
-            f"{layout.pipeline_schedule} cannot be used with {loss}, because its microbatches end in later steps: use "
-            "'1f1b' or 'zbv'"
+            f"pipeline_schedule {layout.pipeline_schedule} cannot be used with {loss}, because under this schedule "
+            "some microbatches of a batch end in a later step: use '1f1b' or 'zbv'"
         )
 
 
@@ -179,15 +179,17 @@ def train_by_scores(
     given = 1 if isinstance(batch, Mapping) else len(batch)
     if given != (passes := len(microbatches)):
         raise ConfigError(
-            f"score_loss needs the {given} given batch(es) whole, but the schedule would split them into {passes} "
-            "microbatches: pass a list of microbatches whose length the schedule takes, and leave num_microbatches out"
+            f"score_loss must get each of the {given} given batch(es) whole, but the schedule would split them into "
+            f"{passes} microbatches: pass a list of microbatches whose length the schedule takes, and leave "
+            "num_microbatches out"
         )
 
     def read(found: Any) -> Tensor:
         total = user.scalar(found, "a microbatch's loss")
         if not total.requires_grad:
             raise ConfigError(
-                "score_loss returned a loss without a graph: make it of the scores, without .detach()"
+                "score_loss returned a loss without a graph, so nothing would be trained: make it of the scores, "
+                "without .detach()"
             )
         return total
 
@@ -296,8 +298,9 @@ class UserLoss:
         prompted = adapters is not None and adapters.tokens_in_front(runtime) > 0
         if prompted and runtime.mesh.layout.cuts_sequences:
             raise ConfigError(
-                f"loss_fn with a prompt must get rows of their own tokens, got {runtime.mesh.layout.describe()}, where "
-                "ranks share a row and its prompt: leave loss_fn out, or use cp_size=1"
+                "loss_fn needs rows whose tokens are on one rank if an adapter adds a prompt before them, got "
+                f"{runtime.mesh.layout.describe()}, where ranks share a row and its prompt: leave loss_fn out, or use "
+                "cp_size=1"
             )
         rows: Any = _Rows()
         self._given, _ = prepare(runtime, batch, train, rows, routes)
@@ -357,8 +360,8 @@ class UserLoss:
         """
         if not isinstance(found, tuple) or len(found) != 2:
             raise ConfigError(
-                f"loss_fn returned a {type(found).__name__} for {class_name(self._runtime.model)}: return the sum of "
-                "the microbatch's losses, and their number"
+                f"loss_fn must return a tuple of two, got a {type(found).__name__} for "
+                f"{class_name(self._runtime.model)}: return the sum of the microbatch's losses, and their number"
             )
         total, count = found
         if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():

@@ -136,7 +136,7 @@ def test_a_family_that_has_eager_attention_only_keeps_scores() -> None:
 def test_an_optimizer_that_cannot_step_on_the_host_is_refused_with_the_plan() -> None:
     plan = hfscale.plan(tiny("llama"), memory=MemoryConfig(offload_optimizer=True))
     with pytest.raises(
-        ConfigError, match=r"offload_optimizer=True needs an optimizer of torch .* got 'adafactor'"
+        ConfigError, match=r"offload_optimizer=True needs an optimizer that can .* got 'adafactor'"
     ):
         hfscale.memory_estimate(plan, "adafactor")
     assert hfscale.memory_estimate(plan, "adamw_8bit").on_host

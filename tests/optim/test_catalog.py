@@ -67,7 +67,7 @@ def test_refusals() -> None:
     refused(
         "transformer.wpe.weight does not train", groups=[{"params": [model.transformer.wpe.weight]}]
     )
-    with pytest.raises(ConfigError, match="is no model of transformers"):
+    with pytest.raises(ConfigError, match="is not a model of transformers"):
         hfscale.create_optimizer(torch.nn.Linear(2, 2), lr=1e-3)
     with pytest.raises(ConfigError, match="cannot be added"):
         hfscale.create_optimizer(model, lr=1e-3).add_param_group({"params": []})

@@ -117,7 +117,7 @@ def test_update_of_one_process(
 
 
 def test_update_of_one_process_in_one_process(stored: Callable[[str], Path]) -> None:
-    with pytest.warns(UserWarning, match="they are not paged|keeps no float32 copy"):
+    with pytest.warns(UserWarning, match="its states are not paged|keeps no float32 copy"):
         found = differences({}, "ragged", [*exact("ragged"), *ROUNDED], str(stored("ragged")))
     assert {name for (name, _), difference in found.items() if difference} <= {"adafactor"}
     assert all(found[case] <= tolerance for case, tolerance in ROUNDED.items())

@@ -234,7 +234,7 @@ def test_what_cannot_teach_is_refused(tmp_path: Path) -> None:
             hfscale.from_config(tiny("llama", vocab_size=70), seed=0),
             "70 tokens and the student one of 67",
         ),
-        (student, "only where nothing but adapters train"),
+        (student, "only if nothing but adapters trains"),
         (
             hfscale.from_config(
                 tiny("llama"), auto_class=AutoModelForSequenceClassification, seed=0

@@ -201,7 +201,7 @@ def test_interleaved_gates_are_cut_in_pairs() -> None:
     odd.intermediate_size = 15
     with pytest.raises(
         PlanError,
-        match=r"divide the 15 pairs of entries interleaved in .*gate_up_proj: use tp_size 1, 3",
+        match=r"divide the 15 pairs of interleaved entries of .*gate_up_proj, .* one rank: use tp_size 1, 3",
     ):
         plan(odd, ParallelConfig(tp_size=2))
 

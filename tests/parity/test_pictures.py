@@ -259,7 +259,10 @@ def _cut(config: Any, batch: Any) -> str:
 def test_pictures_are_not_cut_by_rows(pools: Pools) -> None:
     case = PictureCase(with_pictures("llava"))
     for said in pools(2).run(_cut, case.config, case.batches(1)[0][0][0]):
-        assert "images cannot be assigned to their rows: pass train_step a list" in said
+        assert (
+            "images cannot be split together with the rows to which they belong: pass train_step a list"
+            in said
+        )
 
 
 @pytest.mark.slow

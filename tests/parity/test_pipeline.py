@@ -273,7 +273,7 @@ def test_what_is_refused(pools: Pools, tmp_path: Path) -> None:
         assert "length is one of 1, 2, 3, 4, 6, 8" in odd
         assert "use hfscale.train_step and hfscale.eval_step" in alone
         assert "given different batches" in different
-    with pytest.raises(ConfigError, match="num_microbatches=5 does not divide into the 2 rounds"):
+    with pytest.raises(ConfigError, match="num_microbatches=5 does not divide into 2 groups"):
         hfscale.plan(
             deep("llama"),
             ParallelConfig(pp_size=2, pipeline_schedule="interleaved1f1b", num_microbatches=5),
@@ -342,7 +342,7 @@ def test_tied_copies_stay_equal_or_are_refused(pools: Pools, tmp_path: Path) -> 
         assert "transformer.wte.weight = lm_head.weight is one tied tensor" in drifted
         assert "the same optimizer options under all of its names" in drifted
         assert "hook that runs when its gradient is accumulated" in hooked
-        assert "leave it out" in kept
+        assert "leave logits_to_keep out" in kept
 
 
 def _frozen_by_a_name(

@@ -191,7 +191,7 @@ def test_it_goes_on_where_it_stopped_and_refuses_others(pools: Pools, tmp_path: 
         "attention_mask": torch.ones_like(given[0]["input_ids"]).index_fill(1, torch.tensor(0), 0),
     }
     padded["labels"] = given[0]["input_ids"]
-    assert "cannot predict the token after padding" in refusal_of(
+    assert "cannot predict a token that follows padding" in refusal_of(
         lambda: write({}, [padded], tmp_path / "left", 4)
     )
 

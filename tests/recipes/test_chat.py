@@ -99,7 +99,10 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(chatml):
 
 @pytest.mark.parametrize(
     ("messages", "said"),
-    [(6, r"2 turns of the assistant.* show 1"), (4, r"1 turns of the assistant.* or do not end")],
+    [
+        (6, r"2 turns of the assistant.* mark 1"),
+        (4, r"1 turns of the assistant.* or a span goes beyond its turn"),
+    ],
 )
 def test_spaces_at_the_ends_of_markers(chatml, messages, said):
     """Tokenizers may leave them out of a token's offsets. Before transformers 5.24 all that follows is marked then."""
@@ -140,7 +143,9 @@ def test_where_the_template_comes_from(tokenizer, tmp_path):
     chat = DataRecipe(format="chat")
     with pytest.raises(RecipeError, match=r"has none.*Jinja template, or one of chatml, plain"):
         set_chat_template(tokenizer, chat)
-    with pytest.raises(RecipeError, match="'chatlm' is neither a file here nor built in"):
+    with pytest.raises(
+        RecipeError, match="'chatlm' is neither the path of an existing file nor a template"
+    ):
         set_chat_template(tokenizer, DataRecipe(format="chat", chat_template="chatlm"))
     path = tmp_path / "template.jinja"
     path.write_text(WITHOUT_MARKERS)

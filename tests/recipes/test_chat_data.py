@@ -200,7 +200,7 @@ def test_records_come_from_directories_and_the_hub_too(tmp_path, monkeypatch):
 
 
 def test_pretraining_takes_text(tmp_path):
-    with pytest.raises(RecipeError, match=r"data.format=chat is for fine-tuning"):
+    with pytest.raises(RecipeError, match=r"data.format=chat needs a base model to fine-tune"):
         prepare(_recipe(tmp_path, format="chat"), None, 300, tmp_path / "run")
 
 
@@ -216,7 +216,10 @@ DEMO = Path(__file__).parents[2] / "scripts" / "recipes" / "demo_chat.yaml"
             "data.format=completion",
             "data.chat_template='plain' has no use with data.format=completion",
         ),
-        ("data.source=stdlib", "data.source=stdlib has no records for data.format=chat: use text"),
+        (
+            "data.source=stdlib",
+            "data.source=stdlib cannot be read with data.format=chat: use data.format text",
+        ),
         ("data.packing=documents", "packing .* impossible value"),
     ],
 )

@@ -181,13 +181,16 @@ def test_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"teacher": {"base": "a", "stored": "b", "write": "c"}}, "and no teacher.stored"),
         ({"teacher": {"write": "b"}}, "teacher.write stores the predictions of the model"),
         ({"teacher": {"stored": "b"}, "trl": {"top_k": 3}}, "not for generated ones"),
-        ({"teacher": {"base": "a"}, "rewards": ["f1"]}, "are different things to learn from"),
-        ({"trl": {"beta": 0.1}}, "which rewards or teacher.base judge"),
+        ({"teacher": {"base": "a"}, "rewards": ["f1"]}, "either from rewards or from a teacher"),
+        ({"trl": {"beta": 0.1}}, "without rewards and teacher.base no text is"),
         (
             {"rewards": ["f1"]},
-            "data.format=text has no texts without pictures to generate from: use chat or",
+            "data.format=text must have texts without pictures to generate from: use chat or",
         ),
-        ({"teacher": {"base": "a"}, "data": {"format": "pairs"}}, "to teach on: use text or chat"),
+        (
+            {"teacher": {"base": "a"}, "data": {"format": "pairs"}},
+            "to learn from a teacher: use text or chat",
+        ),
         ({"data": {"format": "prompts"}}, "give rewards"),
         (
             {"rewards": ["f1"], "data": {"format": "prompts", "samples": 2}},

@@ -150,7 +150,7 @@ def test_an_earlier_run_is_not_replaced_unasked(directory: Path) -> None:
         RecipeError, match=r"runs/x has a run already \(metrics.jsonl\): choose another name, or"
     ):
         check_places(recipe())
-    with pytest.raises(RecipeError, match=r"has metrics.jsonl but no saved state to resume from"):
+    with pytest.raises(RecipeError, match=r"has metrics.jsonl and no state to resume from"):
         check_places(recipe(resume=True))
     (directory / "state" / "checkpoint-2").mkdir(parents=True)
     with pytest.raises(
@@ -185,7 +185,7 @@ def test_a_job_that_starts_again_begins_anew_where_nothing_was_saved(
     check_places(recipe(resume=True, memory_every=5))
     (directory / "checkpoint").mkdir()
     with pytest.raises(
-        RecipeError, match=r"has checkpoint, metrics.jsonl but no saved state to resume from"
+        RecipeError, match=r"has checkpoint, metrics.jsonl and no state to resume from"
     ):
         check_places(recipe(resume=True))
 

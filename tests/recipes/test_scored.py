@@ -90,9 +90,12 @@ def test_a_rejected_text_has_the_words_of_the_chosen_one() -> None:
         ({"format": "pairs", "classes": ["a"]}, "data.format=classes need each other"),
         (
             {"format": "pairs", "source": "stdlib-docs", "packing": True},
-            "data.packing=true does not go with",
+            "data.packing=true cannot be used with",
         ),
-        ({"format": "pairs", "source": "stdlib"}, "has no records for data.format=pairs: use text"),
+        (
+            {"format": "pairs", "source": "stdlib"},
+            "cannot be read with data.format=pairs: use data.format text",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(values: dict[str, Any], message: str) -> None:
@@ -113,7 +116,7 @@ def test_a_pair_is_never_parted() -> None:
         microbatches_of_step(recipe, 4)
     assert PAIRS.loss is not None
     outputs = type("Outputs", (), {"logits": torch.zeros(3, 1)})
-    with pytest.raises(RecipeError, match="half a pair"):
+    with pytest.raises(RecipeError, match="must hold whole pairs of texts, got 3"):
         PAIRS.loss(outputs, {"counted": torch.ones(3, dtype=torch.bool)})
 
 

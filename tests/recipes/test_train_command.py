@@ -54,8 +54,8 @@ def test_a_file_comes_before_a_name(tmp_path: Path) -> None:
     ("content", "overrides", "message"),
     [
         ("name: x\n", [], "does not say what to train: add base .* or model"),
-        ("name: x\nbase: y\nmodel: {}\n", [], "has base and model: leave out"),
-        ("name: x\nbase: y\n", ["model.hidden_size=4"], "has base and model: leave out"),
+        ("name: x\nbase: y\nmodel: {}\n", [], "has both base .* and model .*: leave out"),
+        ("name: x\nbase: y\n", ["model.hidden_size=4"], "has both base .* and model .*: leave out"),
         ("- name\n", [], "has no keys"),
         ("name: [x\n", [], "cannot be read as a recipe"),
     ],

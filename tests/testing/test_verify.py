@@ -210,7 +210,7 @@ def test_a_layout_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "cp_size=3" in capsys.readouterr().err
     # The clone would have a layer for each stage; the model has not.
     assert main(["verify", str(tmp_path), "--pp", "81"]) == 2
-    assert "pp_size=81 exceeds the 80 layers" in capsys.readouterr().err
+    assert "pp_size=81 asks for more stages than the 80 layers" in capsys.readouterr().err
     # Nor has it heads for six ranks, which the clone would have.
     assert main(["verify", str(tmp_path), "--tp", "6"]) == 2
     assert "tp_size=6 does not divide the 64 attention heads" in capsys.readouterr().err

@@ -106,7 +106,7 @@ def test_saves_that_would_leave_it_out_are_refused(tmp_path: Path) -> None:
     assert any(model.offset is held for group in optimizer.param_groups for held in group["params"])
     with pytest.raises(
         ConfigError,
-        match=r"would omit trainable parameters that were added later in or around the model \(offset\)",
+        match=r"would omit trainable parameters that were added later to the model or to a wrapper of it \(offset\)",
     ):
         hfscale.save_pretrained(model, tmp_path / "out")
     model.offset.requires_grad_(False)

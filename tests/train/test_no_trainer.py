@@ -186,7 +186,8 @@ def test_processes_are_distinct_batches(pools: Pools, path: str) -> None:
     assert first == [1, 0, 1, 0, True, True, False]
     assert second == [1, 0, 1, 0, False, False, True]
     assert [
-        "read as 2 before this model was built, and with tp2 it is 1" in each for each in said
+        "was 2 when it was read before this model was built, but with tp2 it is 1" in each
+        for each in said
     ] == [True]
     assert unsaid == []
 

@@ -78,7 +78,7 @@ def refuse_unfit(plan: Plan) -> None:
         if adapter.tokens and adapter.base in quantized and plan.quantized is not None:
             raise ConfigError(
                 f"{asked} rows of a weight that is not quantized, got a weight that is {plan.quantized.described}: "
-                "exclude the weight from quantization"
+                "leave this weight out of quantization, by llm_int8_skip_modules of the BitsAndBytesConfig"
             )
         if len(set(adapter.tokens)) < len(adapter.tokens) and plan.layout.total_size > 1:
             raise ConfigError(

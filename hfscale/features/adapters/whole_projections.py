@@ -55,8 +55,8 @@ def refuse_other_modules(plan: Plan) -> None:
         in_parts = cut is not None and cut.dim == inputs and bool(cut.parts)
         if path not in sides - across or len(base.shape) != 2 or in_parts:
             raise ConfigError(
-                f"target_modules must name projections of the layers for this peft_type over tensor ranks, got {path}: "
-                "leave it out, or use tp_size=1"
+                "over tensor ranks, target_modules of this peft_type must be projections inside of the layers' "
+                f"attention and MLP blocks, got {path}: leave this module out of target_modules, or use tp_size=1"
             )
 
 
@@ -174,8 +174,9 @@ def _with_whole(
     trained = next((name for name in wanted if held[name].requires_grad), None)
     if trained is not None:
         raise ConfigError(
-            f"{plans[trained].name} must be frozen, because its adapter gathers it from all tensor ranks, got "
-            "requires_grad=True: freeze it, or use tp_size=1"
+            f"{plans[trained].name} must be frozen, got requires_grad=True: its adapter computes with a copy of the "
+            "weight that is gathered from all tensor ranks, and this copy returns no gradient to the weight: freeze "
+            "the weight (requires_grad_(False)), or use tp_size=1"
         )
     full = {
         name: gathered(planned, local_tensor(held[name]), mesh) for name, planned in wanted.items()

@@ -33,7 +33,8 @@ def plan_float8(draft: Draft) -> None:
             known = sorted({name.rpartition(".")[2] for name in inside})
             hint = did_you_mean(end, known)
             draft.problem(
-                f"leave_out: no projection of the layers is called {end!r}: {hint}use one of {', '.join(known)}"
+                f"Float8Config(leave_out=...): no projection of the layers is called {end!r}: {hint}use one of "
+                f"{', '.join(known)}"
             )
     reasons = {
         name: _reason(draft, name, module, asked.leave_out) for name, module in inside.items()
@@ -85,9 +86,10 @@ def _refuse_parts(draft: Draft, chosen: tuple[str, ...]) -> None:
         refused = [name for name in parts if parts[name] == asked]
         names = sorted({name.rpartition(".")[2] for name in refused})
         draft.problem(
-            f"mixed_precision='fp8' with {asked}: each rank computes one term of the weight gradients of "
-            f"{', '.join(dict.fromkeys(map(wild_name, refused)))}, and rounding each term differs from rounding the "
-            f"sum: leave them out in every layout, with float8=hfscale.Float8Config(leave_out={names!r})"
+            f"mixed_precision='fp8' with {asked}: each rank computes only one term of the weight gradients of "
+            f"{', '.join(dict.fromkeys(map(wild_name, refused)))}, and fp8 would round each term instead of their "
+            "sum: keep these projections out of fp8, in every layout alike, with "
+            f"float8=hfscale.Float8Config(leave_out={names!r})"
         )
 
 

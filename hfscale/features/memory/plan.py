@@ -38,7 +38,8 @@ def plan_memory(draft: Draft) -> None:
         return
     if not draft.layers:
         draft.problem(
-            f"recompute={given!r} needs layers, but no layers were found: use recompute='none'"
+            f"recompute={given!r} recomputes activations of layers, but no list of layers was found in this model: "
+            "use recompute='none'"
         )
         return
     _refuse_unknown_operators(draft)
@@ -73,12 +74,13 @@ def _plan_offload(draft: Draft) -> None:
     asked = draft.options.memory_levers
     if asked.offload_parameters and draft.layout.data_world == 1:
         draft.problem(
-            "offload_parameters=True keeps FSDP2's shards on the host, but parameters are not sharded: use "
-            "dp_shard_size=2 or more, or offload_optimizer=True"
+            "offload_parameters=True moves FSDP2's shards of the parameters to the host, but with one data rank "
+            "FSDP2 does not shard them: use dp_shard_size=2 or more, or offload_optimizer=True"
         )
     if asked.least_offloaded is not None and not draft.layers:
         draft.problem(
-            "offload_activations= needs layers, but no layers were found: leave offload_activations out"
+            "offload_activations= moves activations of layers to the host, but no list of layers was found in this "
+            "model: leave offload_activations out"
         )
     if asked.offload_optimizer or asked.offload_parameters or asked.least_offloaded is not None:
         draft.features.append(
@@ -92,7 +94,8 @@ def _plan_compression(draft: Draft) -> None:
         return
     if not draft.layers:
         draft.problem(
-            "compress_activations= needs layers, but no layers were found: leave compress_activations out"
+            "compress_activations= keeps activations of layers in 8 bits, but no list of layers was found in this "
+            "model: leave compress_activations out"
         )
     elif find_spec("bitsandbytes") is None:
         draft.problem(
@@ -102,9 +105,10 @@ def _plan_compression(draft: Draft) -> None:
     again = draft.options.memory_levers.recompute
     if draft.mixtures and again not in ("none", "selective", "elementwise"):
         draft.problem(
-            f"compress_activations= with recompute={again!r}: a layer of {wild_name(draft.mixtures[0].name)} that is "
-            "recomputed from its compressed input may send tokens to other experts: use recompute='none', "
-            "'selective' or 'elementwise', or offload_activations=True in place of 8 bits"
+            f"compress_activations= cannot be used with recompute={again!r}: if a layer is recomputed from its "
+            f"compressed input, the router of {wild_name(draft.mixtures[0].name)} may send tokens to other experts "
+            "than in the forward pass: use recompute='none', 'selective' or 'elementwise', or "
+            "offload_activations=True instead of compress_activations"
         )
     draft.features.append(CompressPlan(least))
 
@@ -117,13 +121,14 @@ def _tiled(draft: Draft, tile: int) -> tuple[str, ...]:
     said = f"tile_tokens={tile}"
     if draft.mixtures:
         draft.problem(
-            f"{said}: {wild_name(draft.mixtures[0].name)} routes the tokens of a microbatch together, so they cannot "
-            "be computed in tiles: use recompute='full' without tile_tokens, and more context ranks"
+            f"{said} recomputes modules on tiles of a microbatch's tokens, but {wild_name(draft.mixtures[0].name)} "
+            "distributes all tokens of a microbatch to experts at once: use recompute='full' without tile_tokens, "
+            "and a larger cp_size to save memory"
         )
     if draft.options.mixed_precision == "fp8":
         draft.problem(
-            f"{said} with mixed_precision='fp8', which scales whole tensors: use mixed_precision='bf16', or leave "
-            "tile_tokens out"
+            f"{said} cannot be used with mixed_precision='fp8', which needs one scale for a whole tensor, but tiles "
+            "are computed one after another: use mixed_precision='bf16', or leave tile_tokens out"
         )
     above = draft.layers[0].rpartition(".")[0].rpartition(".")[0]
     tiled = dict[str, bool]()
@@ -163,14 +168,14 @@ def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:
                 {wild_name(name.removeprefix(f"{layer}.")) for name, layer in inside.items()}
             )
             hint = f"{did_you_mean(end, known)}use one of {', '.join(known)}"
-            draft.problem(f"recompute: no layer has a module {end!r}: {hint}")
+            draft.problem(f"recompute names the module {end!r}, which no layer has: {hint}")
         modules |= dict.fromkeys(named)
     for block in draft.blocks:
         if block.name in modules and block.dropout > 0:
             draft.problem(
                 f"recompute={list(given)}: {wild_name(block.name)} applies dropout to activations sharded over "
-                f"tp_size={draft.tp} ranks, and recomputing only this module would draw another mask: use "
-                "recompute='full', or set the module's dropout to 0"
+                f"tp_size={draft.tp} ranks, and recomputing only this module would draw another dropout mask than the "
+                "forward pass did: use recompute='full', or set the module's dropout to 0"
             )
         alone = [
             name
@@ -179,8 +184,8 @@ def _modules(draft: Draft, given: tuple[str, ...]) -> tuple[str, ...]:
         ]
         if alone and draft.layout.sequence_regather:
             draft.problem(
-                f"recompute={list(given)}: {wild_name(alone[0])} is recomputed from its gathered input, which "
-                "sequence_regather=True does not keep: use recompute='full', or sequence_regather=False"
+                f"recompute={list(given)}: recomputing {wild_name(alone[0])} needs its input gathered from all tensor "
+                "ranks, which sequence_regather=True does not keep: use recompute='full', or sequence_regather=False"
             )
     return tuple(modules)
 
@@ -192,8 +197,9 @@ def _refuse_other_attention(draft: Draft) -> None:
     """
     if draft.layout.cuts_sequences:
         draft.problem(
-            f"recompute='selective' with cp_size={draft.layout.cp}: attention over sharded sequences keeps no scores "
-            "that could be recomputed: use recompute='none', 'full', or names of modules such as ['mlp']"
+            f"recompute='selective' cannot be used with cp_size={draft.layout.cp}: it recomputes attention scores, "
+            "but attention over sharded sequences keeps no scores: use recompute='none', 'full', or names of modules "
+            "such as ['mlp']"
         )
     inside = tuple(f"{layer}." for layer in draft.layers)
     kinds = {type(module) for name, module in draft.modules.items() if name.startswith(inside)}
@@ -206,8 +212,9 @@ def _refuse_other_attention(draft: Draft) -> None:
         for each in family
     ):
         draft.problem(
-            f"recompute='selective' recomputes attention, which {draft.config.model_type!r} does not look up in "
-            f"transformers' {_ATTENTION}: use recompute='full', or names of modules, as recompute=['self_attn']"
+            f"recompute='selective' recomputes attention, but {draft.config.model_type!r} does not take its attention "
+            f"function from transformers' {_ATTENTION}, where hfscale replaces it: use recompute='full', or names of "
+            "modules, as recompute=['self_attn']"
         )
 
 

@@ -102,8 +102,8 @@ class LigerKernels(Part):
         changes = look_again().changes
         if modules == set(model.modules()) and not any(changed for *_, changed, _ in changes):
             raise ConfigError(
-                f"use_liger_kernel={asked!r}: Liger has only the loss for {class_name(model)}, but hfscale computes "
-                "the loss itself: leave use_liger_kernel out"
+                f"use_liger_kernel={asked!r}: in {class_name(model)}, Liger replaces only the loss, but hfscale "
+                "computes the loss itself: leave use_liger_kernel out"
             )
         # Keep the kernels of all modules except stand-ins for other stages' modules, and experts, whose class may
         # differ.

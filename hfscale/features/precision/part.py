@@ -283,6 +283,7 @@ class LossScaling(Part):
     def _refuse_unscaled(self, model: nn.Module, _: Any) -> None:
         if model.training and torch.is_grad_enabled() and not self._within:
             raise ConfigError(
-                "mixed_precision='fp16' needs a scaled loss, which only hfscale.train_step computes: use loss = "
-                "hfscale.train_step(model, batch), or mixed_precision='bf16' for loss.backward()"
+                "the model was called in training mode outside of hfscale.train_step, which alone scales the loss as "
+                "mixed_precision='fp16' needs it: use loss = hfscale.train_step(model, batch), or build the model "
+                "with mixed_precision='bf16' to use loss.backward()"
             )

@@ -11,9 +11,9 @@ def plan_precision(draft: Draft) -> None:
     family = draft.config.model_type
     if draft.options.casts_parameters and family in (*WIDENS_INSIDE, *WIDENS_AROUND):
         draft.problem(
-            f"mixed_precision='bf16_params' cannot be used with {family!r}, which widens activations to 32 bits, since "
-            "16-bit parameters cannot be multiplied with 32-bit activations: use mixed_precision='bf16', which casts "
-            "both"
+            f"mixed_precision='bf16_params' cannot be used with {family!r}: this model converts activations to 32 "
+            "bits, which cannot be multiplied with 16-bit parameters: use mixed_precision='bf16', which casts both "
+            "in each product"
         )
 
 

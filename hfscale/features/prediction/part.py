@@ -65,8 +65,8 @@ class MultiTokenPrediction(Part):
         lookups = {f"{name}.weight" for name in (runtime.plan.lookup, PREDICTION.lookup)}
         if any(adapter.base in lookups for adapter in runtime.plan.adapters):
             raise ConfigError(
-                "mtp_loss_weight cannot be used with adapters of the embedding, since MTP layers read the embedding "
-                "too: leave out either mtp_loss_weight or the embedding's adapter"
+                "mtp_loss_weight cannot be used with adapters of the embedding, because the MTP layers share the "
+                "embedding: leave out either mtp_loss_weight or the embedding's adapter"
             )
         away = [
             layer
@@ -75,8 +75,9 @@ class MultiTokenPrediction(Part):
         ]
         if away:
             raise ConfigError(
-                f"mtp_loss_weight: {planned.layers[0]} needs the masks of {away[0]}, which is not on the last stage: "
-                "use stage_layers with more layers on the last stage, or a smaller pp_size"
+                f"mtp_loss_weight: the MTP layer {planned.layers[0]} needs the attention mask of {away[0]}, but this "
+                "layer is not on the last pipeline stage, where the MTP layers are: use stage_layers with more "
+                "layers on the last stage, or a smaller pp_size"
             )
         if not runtime.is_local(PREDICTION.name):
             return
@@ -101,9 +102,9 @@ class MultiTokenPrediction(Part):
         for batch in batches:
             if batch.get("input_ids") is None or told_apart_by(batch) == "mask":
                 raise ConfigError(
-                    "mtp_loss_weight needs input_ids, and position_ids that begin anew with every document of a packed "
-                    f"row, got {', '.join(batch)}: pass input_ids and position_ids, or load the model without "
-                    "mtp_loss_weight"
+                    "mtp_loss_weight needs input_ids, and for packed rows position_ids that begin anew with every "
+                    f"document, got a batch with {', '.join(batch)}: pass input_ids and position_ids, or load the "
+                    "model without mtp_loss_weight"
                 )
 
     @contextmanager

@@ -72,8 +72,8 @@ def plan_prediction(draft: Draft) -> None:
     config = text_config(draft.config)
     if draft.no_step or draft.loss is None or draft.lookup is None:
         draft.problem(
-            f"mtp_loss_weight needs the loss of a causal language model and a plain embedding, but {name} has others: "
-            "leave mtp_loss_weight out"
+            "mtp_loss_weight needs a model that has the stock loss of a causal language model and a plain embedding, "
+            f"but {name} lacks one of them: leave mtp_loss_weight out"
         )
     if draft.embedding is not None:
         draft.cut(f"{PREDICTION.lookup}.weight", 0, draft.modules[PREDICTION.lookup].num_embeddings)
@@ -82,8 +82,8 @@ def plan_prediction(draft: Draft) -> None:
     last = dict(zip(kinds, draft.stack, strict=True))
     if missing := [kind for kind in wanted if kind not in last]:
         draft.problem(
-            f"mtp_loss_weight: the MTP layers of {name} need the masks of a layer of kind {missing[0]!r}, but {name} "
-            "has no such layer: leave mtp_loss_weight out"
+            f"mtp_loss_weight: the MTP layers of {name} need the attention mask of a layer of type {missing[0]!r} "
+            f"(see layer_types in the config), but {name} has no such layer: leave mtp_loss_weight out"
         )
         return
     text = next(

@@ -240,8 +240,8 @@ class Quantizing:
             parameter: Any = own_parameters(module)[attribute]
             if parameter.is_meta or not is_quantized_already(parameter):
                 raise CheckpointError(
-                    f"the checkpoint has no {name}, which was to be quantized: load the checkpoint without "
-                    "quantization_config, or with the config with which it was saved"
+                    f"the checkpoint has no {name}, which quantization_config would quantize: load the checkpoint "
+                    "without quantization_config, or with the config with which the checkpoint was saved"
                 )
             if self.plan.bits == 8 and self.mesh.data_world > 1:
                 from .sharded_linears import shard_8bit  # imports bitsandbytes

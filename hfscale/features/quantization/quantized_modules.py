@@ -55,8 +55,8 @@ def dequantized(module: nn.Module, name: str = "weight") -> Tensor:
         return whole if name != "weight" else whole[0]
     if not is_quantized(module, name):
         raise ConfigError(
-            f"{type(module).__name__}.{name} is not quantized: it is {type(parameter).__name__}, which needs no "
-            "dequantization: use it directly"
+            f"{type(module).__name__}.{name} is not quantized: it is a {type(parameter).__name__}, which needs no "
+            "dequantization: read this parameter instead of calling the function"
         )
     with torch.no_grad():
         if type(module).__name__ == ROWS:

@@ -215,8 +215,8 @@ class Accelerator(accelerate.Accelerator):
         dispatches = bool(self.dispatch_batches)
         if dispatches and self.mesh.batch_world != self.mesh.layout.total_size:
             raise ConfigError(
-                "dispatch_batches=True slices batches over all processes, even processes that must get the same "
-                "batch: leave it out"
+                "dispatch_batches=True gives every process another slice of a batch, but in this layout some "
+                "processes must get the same batch: leave dispatch_batches out"
             )
         rows = data_loader.batch_size is not None  # otherwise, the stream's examples are batches
         if self.mesh.batch_world > 1 and rows and not dispatches and is_stream(data_loader.dataset):
@@ -382,8 +382,8 @@ class Accelerator(accelerate.Accelerator):
             if trained <= given and (trained or still):
                 return clip_grad_norm_(model, max_norm, norm_type) if self.sync_gradients else None
         raise ConfigError(
-            "clip_grad_norm_ must get all the parameters of one prepared model, because it clips their gradients "
-            "together: pass model.parameters()"
+            "clip_grad_norm_ must get all trainable parameters of one prepared model, got only some of them, or "
+            "other parameters: pass model.parameters(), because a model's gradients are clipped together"
         )
 
     def save_model(
@@ -468,7 +468,7 @@ class Accelerator(accelerate.Accelerator):
             )
         if self.mixed_precision not in ("no", "bf16"):
             raise ConfigError(
-                f"mixed_precision={self.mixed_precision!r} cannot be used: use 'no' or 'bf16'"
+                f"hfscale.Accelerator(mixed_precision={self.mixed_precision!r}) cannot be used: use 'no' or 'bf16'"
             )
         # train_step already scales the loss for float16, so it must not be scaled again here.
         expected = (
@@ -493,10 +493,10 @@ class Accelerator(accelerate.Accelerator):
             # A schedule's length may have been computed from the earlier number.
             if self._told - {batches} and self.is_main_process:
                 warnings.warn(
-                    f"accelerator.num_processes was read as {max(self._told - {batches})} before this model was "
-                    f"built, and with {runtime.mesh.layout.describe()} it is {batches}, the number of distinct "
-                    "batches: build the model first, because a schedule whose length was computed from the earlier "
-                    "number is wrong",
+                    f"accelerator.num_processes was {max(self._told - {batches})} when it was read before this model "
+                    f"was built, but with {runtime.mesh.layout.describe()} it is {batches}, the number of different "
+                    "batches per step, so a schedule whose length was computed from the earlier number is wrong: "
+                    "build the model before num_processes is read",
                     stacklevel=4,
                 )
 
@@ -512,8 +512,8 @@ class Accelerator(accelerate.Accelerator):
             if self.use_stateful_dataloader:
                 raise ConfigError(
                     "use_stateful_dataloader=True needs use_seedable_sampler=True and shuffle=True, got a "
-                    f"{type(sampler).__name__}: a state saved in a later epoch would resume in the order of the first "
-                    "epoch"
+                    f"{type(sampler).__name__}, for which a state saved in a later epoch would resume in the order of "
+                    "the first epoch: set both, or leave use_stateful_dataloader out"
                 )
             self._orders.append(OneOrder(sampler, self.mesh))
             by_batches = isinstance(data_loader.sampler, BatchSampler)

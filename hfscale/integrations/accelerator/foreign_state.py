@@ -86,7 +86,7 @@ def _restore_streams(runtime: Runtime, directory: Path) -> bool:
 def _read(path: Path) -> Any:
     if not path.exists():
         raise CheckpointError(
-            f"{path} must exist to resume from {path.parent}, but does not: load the weights alone "
-            "(hfscale.from_pretrained), or copy the directory again"
+            f"{path} must exist to resume from {path.parent}, but does not: copy the whole directory again, or load "
+            "only the weights (hfscale.from_pretrained)"
         )
     return read_state_dict(path)

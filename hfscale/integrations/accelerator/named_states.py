@@ -41,7 +41,8 @@ def directory_to_load(accelerator: Any, given: Any) -> Path:
     states = _states_in(_folder_of(accelerator))
     if not states:
         raise ConfigError(
-            f"{_folder_of(accelerator)} has no state: save one first, or pass the directory of a state"
+            f"load_state without a directory found no saved state in {_folder_of(accelerator)}: save one first "
+            "(save_state), or pass the directory of a state"
         )
     return states[-1]
 

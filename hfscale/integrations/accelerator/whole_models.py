@@ -48,8 +48,8 @@ def check_beside(modules: Iterable[nn.Module], mesh: Mesh) -> None:
         if mesh.batch_world != layout.total_size:
             raise ConfigError(
                 f"{type(module).__name__}, which was not parallelized by hfscale, can train only where every process "
-                f"has its own batch, got {layout.describe()} for the other model: use dp_shard_size or "
-                "dp_replicate_size alone, or prepare it with evaluation_mode=True if it does not train"
+                f"has its own batch, but the parallelized model has the layout {layout.describe()}: use dp_shard_size "
+                "or dp_replicate_size alone, or prepare this module with evaluation_mode=True if it does not train"
             )
 
 

@@ -236,8 +236,8 @@ def check_predictions(trainer: Any) -> None:
         )
     if runtime.mesh.layout.cuts_sequences:
         raise ConfigError(
-            f"{layout}: predict_with_generate=True needs full sequences, but each context rank has only a part of "
-            f"them: use {UNCUT_SEQUENCES}, or predict_with_generate=False"
+            f"{layout}: predict_with_generate=True needs full sequences, but each context rank has only some tokens "
+            f"of each sequence: use {UNCUT_SEQUENCES}, or predict_with_generate=False"
         )
     if runtime.plan.stages is None:
         return
@@ -410,5 +410,7 @@ class _WholeModel:
         every = mesh.all_gather_object((made, failure))
         for rank, (_, text) in enumerate(every):
             if text:
-                raise ConfigError(f"generate failed on rank {rank}: {text}")
+                raise ConfigError(
+                    f"generate failed on rank {rank}, so no rank has predictions: correct the cause, which is: {text}"
+                )
         return every[self._source][0].to(mesh.device)

@@ -270,7 +270,7 @@ def problem_of(checkpoint: Path) -> str | None:
             with ZipFile(path) as file:
                 damaged = file.testzip() if path.stat().st_size <= _MOST_READ else None
             if damaged:
-                raise BadZipFile(f"the checksum of {damaged} differs")
+                raise BadZipFile(f"the checksum of {damaged} does not match its content")
         if (path := checkpoint / INDEX).exists():
             missing = {*json.loads(path.read_bytes())["weight_map"].values()} - {
                 each.name for each in weights
@@ -320,12 +320,17 @@ def _newest_whole(output: Path) -> str | bool | None:
         if problem is None:
             if problems:
                 _log.warning(
-                    "resume_from_checkpoint=True resumes from %s: %s", path, _listed(problems)
+                    "resume_from_checkpoint=True resumes from %s, because newer checkpoints cannot be used: %s",
+                    path,
+                    _listed(problems),
                 )
             return str(path)
         problems[path] = problem
     if {*problems.values()} - {_UNFINISHED}:
-        raise CheckpointError(f"{output} has no complete checkpoint: {_listed(problems)}")
+        raise CheckpointError(
+            f"{output} has no complete checkpoint to resume from: {_listed(problems)}; to train from the start, leave "
+            "resume_from_checkpoint out"
+        )
     if not problems and not (output / _ASIDE).exists():
         return True  # Trainer itself raises for this value
     _log.warning(
@@ -349,9 +354,9 @@ def _whole(checkpoint: Path) -> str:
         return str(checkpoint)
     whole = [path for path in _checkpoints(checkpoint.parent) if problem_of(path) is None]
     advice = (
-        f"resume_from_checkpoint={str(whole[-1])!r} is whole"
+        f"resume_from_checkpoint={str(whole[-1])!r} is complete: use it"
         if whole
-        else "there is no complete one beside it"
+        else "its directory has no complete checkpoint: train from the start"
     )
     raise CheckpointError(f"{checkpoint} cannot be used: it {problem}; {advice}")
 

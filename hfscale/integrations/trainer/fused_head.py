@@ -140,8 +140,8 @@ class FusedHead:
             return talk.answers[-1]
         if not self._trains or talk.call:
             raise ConfigError(
-                "this loss needs the gradients of several forward passes, but pipeline stages run only one: use "
-                "pp_size=1"
+                "the loss of this trainer needs the gradients of several forward passes in a step, but with pipeline "
+                "stages only one forward pass has gradients: use pp_size=1"
             )
         talk.answers.append(_TRAINS)
         talk.call = {name: value for name, value in kwargs.items() if value is not None}

@@ -47,9 +47,9 @@ def _refuse_other_tokens(model: Any) -> None:
     found = model.config.get_text_config().vocab_size
     if found != expected:
         raise ConfigError(
-            f"vllm_mode='colocate' starts engines from the model's checkpoint, which must have its {found} tokens, got "
-            f"{expected} in {model.name_or_path}: save the resized model (hfscale.save_pretrained), adapters merged, "
-            "and load it from there"
+            "vllm_mode='colocate' starts engines from the model's checkpoint, whose vocabulary must have the model's "
+            f"{found} tokens, got {expected} in {model.name_or_path}: save the resized model with its adapters merged "
+            "(hfscale.save_pretrained), and load the model from there"
         )
 
 
@@ -81,16 +81,16 @@ class LayoutEngine(EngineHooks):
             and self.mode == "colocate"
         ):
             raise ConfigError(
-                "vllm_mode='colocate' lets the engine quantize the checkpoint while it loads, but vLLM quantizes to "
-                f"nf4 alone, and these weights are held in {quantized.kind}: use bnb_4bit_quant_type='nf4', or load it "
-                "in 16 bits"
+                "vllm_mode='colocate' lets vLLM quantize the checkpoint while it loads, but vLLM quantizes to nf4 "
+                f"alone, and this model's weights are in {quantized.kind}: use bnb_4bit_quant_type='nf4', or load the "
+                "model in 16 bits"
             )
         if quantized is not None and not self.adapter_rank:
             raise ConfigError(
-                "use_vllm=True cannot send weights that are held in 4 or 8 bits, but these adapters need to be merged "
-                "into them: use vllm_mode='colocate' without vllm_enable_sleep_mode, and a LoraConfig for linear "
-                "layers alone, without bias, DoRA, PiSSA, modules_to_save, rank_pattern and alpha_pattern; or load it "
-                "in 16 bits"
+                "use_vllm=True must merge these adapters into the weights before it sends them to vLLM, which "
+                "weights in 4 or 8 bits do not allow: use vllm_mode='colocate' without vllm_enable_sleep_mode, and a "
+                "LoraConfig for linear layers alone, without bias, DoRA, PiSSA, modules_to_save, rank_pattern and "
+                "alpha_pattern, because such adapters are sent alone; or load the model in 16 bits"
             )
         if not self.adapter_rank:
             self.weights()
@@ -295,8 +295,9 @@ def count_generations(arguments: Any, batches: int) -> None:
     size = arguments.per_device_train_batch_size * batches * arguments.steps_per_generation
     if size % arguments.num_generations:
         raise ConfigError(
-            f"num_generations={arguments.num_generations} does not divide the {size} completions that {batches} "
-            f"distinct batch(es) generate at once: change per_device_train_batch_size or steps_per_generation"
+            f"num_generations={arguments.num_generations} does not divide the {size} completions that are generated "
+            f"at once, per_device_train_batch_size x steps_per_generation for each of {batches} distinct batch(es): "
+            "change per_device_train_batch_size or steps_per_generation"
         )
     arguments.generation_batch_size = size
     _check_evaluation(arguments, batches)
@@ -310,9 +311,10 @@ def _asked_size(arguments: Any, batches: int) -> int | None:
         if usual or arguments.world_size == batches:
             return None
         raise ConfigError(
-            f"{error} must be created after the import of its trainer from hfscale.trl, got steps_per_generation="
-            f"{arguments.steps_per_generation} for {arguments.world_size} processes, which may come from a "
-            "generation_batch_size: import the trainer first"
+            f"{error} must be created after the import of its trainer from hfscale.trl: "
+            f"steps_per_generation={arguments.steps_per_generation} for {arguments.world_size} processes may come "
+            "from a generation_batch_size that was divided by the number of processes, not of distinct batches: "
+            "import the trainer first"
         ) from error
 
 
@@ -321,7 +323,7 @@ def _steps_per_generation(asked: int, rows: int, batches: int) -> int:
     if left or not steps:
         least = max(steps, 1) * rows * batches
         raise ConfigError(
-            f"generation_batch_size must be a multiple of the {rows * batches} completions of a batch, "
+            f"generation_batch_size must be a multiple of {rows * batches}, which is "
             f"per_device_train_batch_size={rows} times {batches} distinct batch(es), got {asked}: use {least}"
         )
     return steps
@@ -332,6 +334,7 @@ def _check_evaluation(arguments: Any, batches: int) -> None:
     per_prompt = getattr(arguments, "num_generations_eval", None) or arguments.num_generations
     if arguments.eval_strategy != "no" and rows % per_prompt:
         raise ConfigError(
-            f"{per_prompt} generations for each prompt do not divide the {rows} completions of an evaluation over "
-            f"{batches} distinct batch(es): change per_device_eval_batch_size"
+            f"{per_prompt} generations for each prompt (num_generations_eval, or num_generations) do not divide the "
+            f"{rows} completions of an evaluation step, per_device_eval_batch_size for each of {batches} distinct "
+            "batch(es): change per_device_eval_batch_size"
         )

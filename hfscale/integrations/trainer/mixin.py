@@ -156,8 +156,8 @@ class TrainerMixin(Checkpoints, DataHooks):
         if runtime is not None:
             if asked is not None and asked != runtime.mesh.layout:
                 raise ConfigError(
-                    f"parallel={asked.describe()} does not fit a model built with {runtime.mesh.layout.describe()}: "
-                    "leave parallel out"
+                    f"parallel={asked.describe()} was passed to a trainer whose model was already built with "
+                    f"{runtime.mesh.layout.describe()}, which cannot be changed: leave parallel out"
                 )
             return model
         return self._cut(asked, arguments, model)

@@ -63,7 +63,8 @@ def check_run(arguments: Any) -> None:
     if arguments.world_size != processes:
         raise ConfigError(
             f"TrainingArguments sees {arguments.world_size} process(es), but {processes} were started: create "
-            "TrainingArguments, and any accelerate state, after the process group"
+            "TrainingArguments, and Accelerate's states (such as accelerate.PartialState), only after the process "
+            "group is initialized"
         )
     use_one_gpu(arguments)
 
@@ -87,8 +88,8 @@ def _check_arguments(arguments: Any) -> None:
     )
     if (kwargs or {}).get("use_reentrant"):
         raise ConfigError(
-            "gradient_checkpointing_kwargs={'use_reentrant': True} hides layers from autograd, which then does not sum "
-            "gradients over ranks: leave it out, or pass False"
+            "gradient_checkpointing_kwargs={{'use_reentrant': True}} hides layers from autograd, which then does not "
+            "sum gradients over ranks: leave use_reentrant out, or set it to False"
         )
 
 
@@ -96,8 +97,8 @@ def check_dispatch(arguments: Any) -> None:
     """Raise for ``dispatch_batches=True``, which sends slices of batches to several processes."""
     if started_processes() > 1 and arguments.accelerator_config.dispatch_batches:
         raise ConfigError(
-            "TrainingArguments(accelerator_config={'dispatch_batches': True}) slices batches over all processes, even "
-            "processes that must get the same batch: leave it out"
+            "TrainingArguments(accelerator_config={'dispatch_batches': True}) gives every process another slice of a "
+            "batch, even processes that must get the same batch, such as tensor ranks: leave dispatch_batches out"
         )
 
 
@@ -107,8 +108,8 @@ def check_engine(kind: type, arguments: Any) -> None:
     """
     if distils(kind) and not issubclass(kind, DistillationHooks):
         raise ConfigError(
-            f"{kind.__name__} computes its loss from full output heads, but hfscale may shard them: subclass "
-            "hfscale.trl.DistillationTrainer"
+            f"{kind.__name__} computes its loss from the full output heads of student and teacher, but hfscale may "
+            "shard heads: subclass hfscale.trl.DistillationTrainer instead"
         )
     if getattr(arguments, "use_vllm", False) and not has_engine(kind):
         raise ConfigError(
@@ -160,8 +161,9 @@ def check_model(runtime: Runtime, arguments: Any) -> None:
     smoothed_by_host = bool(arguments.label_smoothing_factor) and runtime.plan.loss is None
     if smoothed_by_host and is_causal_lm(class_name(runtime.model)) and runtime.mesh.data_world > 1:
         raise ConfigError(
-            "TrainingArguments(label_smoothing_factor=...): transformers smooths the labels of this model by the name "
-            "of its class, which FSDP2 changes: use dp_shard_size=1 and dp_replicate_size=1, or leave it out"
+            "TrainingArguments(label_smoothing_factor=...): transformers smooths the labels of this model only if it "
+            "knows the name of its class, which FSDP2 changes: use dp_shard_size=1 and dp_replicate_size=1, or leave "
+            "label_smoothing_factor out"
         )
 
 
@@ -197,8 +199,8 @@ def check_trainer(trainer: Any, scores_tokens: bool) -> None:
     elif hasattr(trainer, "generation_config") and _is_partial(runtime.mesh.layout):
         raise ConfigError(
             f"{runtime.mesh.layout.describe()}: {name} generates with the model that it trains and needs the full "
-            "output head, but a rank has only some layers, or a part of the sequences: use pp_size=1 and "
-            f"{UNCUT_SEQUENCES}"
+            "output head, but each rank has only some of the layers, or only some tokens of each sequence: use "
+            f"pp_size=1 and {UNCUT_SEQUENCES}"
         )
     if runtime.plan.stages is not None:
         _check_stages(trainer, runtime, scores_tokens)
@@ -224,23 +226,24 @@ def _check_generation(trainer: Any, runtime: Runtime) -> None:
     own = not getattr(args, "use_vllm", False) and getattr(trainer, "rollout_func", None) is None
     if own and _is_partial(layout):
         raise ConfigError(
-            f"{layout.describe()}: {type(trainer).__name__} generates with the model that it trains, but a rank has "
-            "only some layers, or a part of the sequences: set use_vllm=True, pass a rollout_func, or use tp_size or "
-            f"dp_shard_size with pp_size=1 and {UNCUT_SEQUENCES}"
+            f"{layout.describe()}: {type(trainer).__name__} generates with the model that it trains, but each rank "
+            "has only some of its layers, or only some tokens of each sequence: set use_vllm=True, pass a "
+            f"rollout_func, or use tp_size or dp_shard_size with pp_size=1 and {UNCUT_SEQUENCES}"
         )
     tools = getattr(trainer, "tools", None) or getattr(args, "environment_factory", None)
     if tools and getattr(args, "vllm_enable_sleep_mode", False) and runtime.mesh.batch_world > 1:
         raise ConfigError(
-            "vllm_enable_sleep_mode sends weights before every generation, on all ranks together, but ranks whose "
-            "completions call no tools generate less often: leave it out, or use data ranks of one distinct batch"
+            "vllm_enable_sleep_mode sends weights before every generation, in which all ranks must take part, but "
+            "ranks whose completions call no tools generate less often than other ranks: leave "
+            "vllm_enable_sleep_mode out, or use a layout in which all ranks get the same batch"
         )
     adapts = getattr(args, "use_adaptive_entropy", False)
     quantile = getattr(args, "top_entropy_quantile", 1.0)
     if runtime.plan.stages is not None and (adapts or quantile < 1.0):
         given = "use_adaptive_entropy=True" if adapts else f"top_entropy_quantile={quantile}"
         raise ConfigError(
-            f"{layout.describe()}: {given} compares the entropies of tokens over all ranks, but only the last pipeline "
-            "stage has them when the loss is computed: leave it out, or use pp_size=1"
+            f"{layout.describe()}: {given} compares the entropies of tokens over all ranks, but only the last "
+            "pipeline stage has these entropies when the loss is computed: leave this option out, or use pp_size=1"
         )
 
 
@@ -251,9 +254,9 @@ def _check_stages(trainer: Any, runtime: Runtime, scores_tokens: bool) -> None:
     count = trainer.args.gradient_accumulation_steps
     if rebalances(trainer.args) and runtime.mesh.layout.num_microbatches not in (None, count):
         raise ConfigError(
-            f"{layout}: train_sampling_strategy='batch_rebalance' makes batches with different numbers of rows, so "
-            f"each batch must be one microbatch of the schedule: set num_microbatches={count}, equal to "
-            "gradient_accumulation_steps, or leave it out"
+            f"{layout}: train_sampling_strategy='batch_rebalance' makes batches with different numbers of rows, which "
+            "cannot be split into equal microbatches, so each batch must be one microbatch: set "
+            f"num_microbatches={count}, equal to gradient_accumulation_steps, or leave num_microbatches out"
         )
     if getattr(trainer, "aux_loss_enabled", False):
         raise ConfigError(
@@ -269,9 +272,9 @@ def _check_stages(trainer: Any, runtime: Runtime, scores_tokens: bool) -> None:
     if (own and not scores_tokens) or runtime.loss is None:
         whose = f"{name}.compute_loss, or compute_loss_func," if own else class_name(runtime.model)
         raise ConfigError(
-            f"{layout}: {whose} needs the model's full output, which only one stage has: "
-            "use pp_size=1, or keep the loss of transformers; in your own loop, hfscale.train_step(score_loss=) "
-            "computes a loss of token scores on that stage"
+            f"{layout}: {whose} needs the model's full output, which only the last stage has: use pp_size=1, or keep "
+            "the loss of transformers; in your own loop, hfscale.train_step(model, batch, score_loss=...) computes a "
+            "loss of the labels' log-probabilities on that stage"
         )
 
 
@@ -282,8 +285,8 @@ def _check_step(trainer: Any, runtime: Runtime) -> None:
     if trainer.uses_train_step and args.label_smoothing_factor and runtime.plan.loss is None:
         raise ConfigError(
             f"TrainingArguments(label_smoothing_factor={args.label_smoothing_factor}): {class_name(runtime.model)} "
-            f"computes its own loss, which cannot be smoothed over {layout.describe()}: leave it out, or use tensor "
-            "ranks alone, where Trainer smooths the loss"
+            f"computes its own loss, which cannot be smoothed over {layout.describe()}: leave label_smoothing_factor "
+            "out, or use tensor ranks alone, where Trainer smooths the loss"
         )
     if trainer.train_dataset is None or (
         runtime.plan.stages is None and not trainer.uses_train_step
@@ -304,9 +307,9 @@ def _check_step(trainer: Any, runtime: Runtime) -> None:
             "" if left else f" and per_device_train_batch_size={rows}, for the same rows per step"
         )
         raise ConfigError(
-            f"{layout.describe()}: the loss of {type(trainer).__name__} needs whole batches, "
-            f"gradient_accumulation_steps={count} per step, but the schedule would split them into {len(given)} "
-            f"microbatches: {asked}use gradient_accumulation_steps={len(given)}{same}"
+            f"{layout.describe()}: the loss of {type(trainer).__name__} is computed from whole batches, of which a "
+            f"step has gradient_accumulation_steps={count}, but the pipeline schedule would split them into "
+            f"{len(given)} microbatches: {asked}use gradient_accumulation_steps={len(given)}{same}"
         )
 
 
@@ -317,6 +320,6 @@ def check_cached(dataset: Any, processes: int) -> None:
     if processes > 1 and getattr(dataset, "cache_files", None) == []:
         raise ConfigError(
             f"precompute_ref_log_probs=True in {processes} processes needs a data set that is read from a file, "
-            "because the first process caches the reference's scores next to that file: use "
+            "because the first process caches the reference model's log-probabilities next to that file: use "
             "datasets.load_dataset(...), or dataset.save_to_disk(path) and datasets.load_from_disk(path)"
         )

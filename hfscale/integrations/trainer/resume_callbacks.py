@@ -71,8 +71,9 @@ class TrainerRandomStreams:
         states = read_random_states(checkpoint, mesh.batch_rank if of_batches else None)
         if processes and states is None and not own and is_writer(mesh):
             _log.warning(
-                "%s has RNG states of %d processes, and %d batches are distinct here, so the states are ignored: "
-                "dropout masks will differ from those of the earlier run",
+                "%s has RNG states of %d processes, but this layout has %d distinct batches, so the states are not "
+                "restored, and dropout masks will differ from those of the earlier run: to restore them, resume in a "
+                "layout with as many distinct batches as there are states",
                 checkpoint,
                 processes,
                 mesh.batch_world,
@@ -92,8 +93,8 @@ class TrainerRandomStreams:
         if states is not None and (then := states.get("rows", rows)) != rows and is_writer(mesh):
             warnings.warn(
                 f"{checkpoint} was written by steps of {then} rows over all ranks, but steps now have {rows} rows, so "
-                "rows of an epoch are repeated or left out: change per_device_train_batch_size or "
-                "gradient_accumulation_steps to restore the earlier number",
+                "the run repeats or leaves out rows of an epoch: change per_device_train_batch_size or "
+                "gradient_accumulation_steps to restore the earlier number of rows",
                 stacklevel=2,
             )
 

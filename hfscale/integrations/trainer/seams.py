@@ -88,8 +88,8 @@ class Seams:
             return
         if cast_lm_head_to_fp32:
             raise ConfigError(
-                "cast_lm_head_to_fp32=True needs a full head, but this head is sharded: leave it out; sums "
-                "over the vocabulary are in float32 anyway"
+                "cast_lm_head_to_fp32=True needs the full output head, but the head is sharded over ranks: leave "
+                "cast_lm_head_to_fp32 out; sums over the vocabulary are computed in float32 without it"
             )
         self.heads.append(FusedHead(model, temperature, tuple(outputs), trains=not self.heads))
 
@@ -107,8 +107,8 @@ class Seams:
     ) -> Any:
         if self.layout is None:
             raise ConfigError(
-                f"{path!r} would be loaded in full by every process: pass parallel=hfscale.ParallelConfig(...) to the "
-                "trainer, or a model of hfscale.from_pretrained"
+                f"the trainer would load {path!r} in full in every process: pass parallel=hfscale.ParallelConfig(...) "
+                "to the trainer, or a model of hfscale.from_pretrained instead of the path"
             )
         given = {
             name: value
@@ -168,8 +168,9 @@ def reference_of(policy: Runtime) -> dict[str, Any]:
         return given
     if adapters.source is None:
         raise ConfigError(
-            "the model has new adapters, so the trainer would load a second model as the reference: pass the model "
-            "without adapters, and peft_config=; then the reference is the model with its adapters switched off"
+            "the trainer would load a second model as the reference, because this model has new adapters: pass the "
+            "model without adapters, and peft_config=, to the trainer, which then takes the model with its adapters "
+            "switched off as the reference"
         )
     return {**given, "peft_config": adapters.source}
 

@@ -183,9 +183,9 @@ def warn_of_repeated(trainer: Any, known: tuple[int, int] | None) -> None:
         return
     vars(trainer)["_told_of_repeated"] = True
     warnings.warn(
-        f"all data ranks get the same number of examples, so {known[0] - known[1]} examples of an epoch's last batch "
-        f"are repeated, and the loss of {type(trainer).__name__} counts them twice, like the stock data-parallel "
-        "Trainer: use data sets of whole steps, or dataloader_drop_last=True",
+        f"all data ranks must get the same number of examples, so {known[0] - known[1]} examples of an epoch's last "
+        f"batch are repeated, and the loss of {type(trainer).__name__} counts them twice, as it does over data ranks "
+        "in the stock Trainer: use data sets whose examples fill all steps, or dataloader_drop_last=True",
         stacklevel=2,
     )
 

@@ -205,8 +205,8 @@ def _attention(
     own = mask.batch.split.length(mask.batch.rank)
     if not query.shape[2] == key.shape[2] == own:
         raise ConfigError(
-            f"{class_name(module)} must have one query and one key per token of this rank ({own} tokens), got "
-            f"{query.shape[2]} queries and {key.shape[2]} keys: use {UNCUT_SEQUENCES}"
+            f"{class_name(module)} must compute one query and one key for each of the {own} tokens that this context "
+            f"rank has, got {query.shape[2]} queries and {key.shape[2]} keys: use {UNCUT_SEQUENCES}"
         )
     given = {name: value for name, value in kwargs.items() if value is not None}
     scale, softcap = (
@@ -217,8 +217,9 @@ def _attention(
     dropout = float(given.pop("dropout", 0.0))
     if unknown := [name for name in given if name not in _SAID]:
         raise ConfigError(
-            f"{class_name(module)} passes unknown arguments to attention ({', '.join(unknown)}), so attention over "
-            f"sharded sequences could differ: use {UNCUT_SEQUENCES}"
+            f"{class_name(module)} passes arguments to attention that hfscale does not know ({', '.join(unknown)}), "
+            "so attention over sharded sequences could compute something else than stock attention: use "
+            f"{UNCUT_SEQUENCES}"
         )
     call = AttentionCall(
         scale=query.shape[-1] ** -0.5 if scale is None else scale,

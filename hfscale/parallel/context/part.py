@@ -97,8 +97,8 @@ class ContextParallel(Part, ContextAxis):
         if user_loss and runtime.mesh.group("cp") is not None:
             raise ConfigError(
                 f"{runtime.mesh.layout.describe()}: a loss_fn needs the outputs of full sequences, but each context "
-                "rank has the outputs of its own tokens: use cp_size=1, or a score_loss, which gets the scores of all "
-                "tokens"
+                "rank has the outputs of its own tokens only: use cp_size=1, or pass a score_loss instead, which "
+                "gets the labels' log-probabilities of all tokens"
             )
 
     def shard_batch(self, batch: Microbatch) -> Microbatch:
@@ -112,8 +112,8 @@ class ContextParallel(Part, ContextAxis):
                 batch = batch.like({**batch, **filled})
         if self._counts_tokens and batch.get("position_ids") is not None:
             raise ConfigError(
-                f"{runtime.plan.family!r} counts positions by itself over cp_size={size}, so position_ids would be "
-                "ignored: leave position_ids out"
+                f"{runtime.plan.family!r} computes the positions of tokens itself with cp_size={size}, and would "
+                "ignore the given position_ids: leave position_ids out"
             )
         shift = runtime.loss.shift
         counted = self._count(batch)
@@ -122,8 +122,8 @@ class ContextParallel(Part, ContextAxis):
         whole, part = cut_batch(batch, size, rank, shift, counted, inside, whole_mask, added)
         if whole.padding is not None and not self._planned.pads:
             raise ConfigError(
-                f"{runtime.plan.family!r} counts positions from the end of padding, which may be on another context "
-                "rank: pack the examples into rows without padding, or use cp_size=1"
+                f"{runtime.plan.family!r} counts the positions of tokens from the end of a row's padding, which may "
+                "be on another context rank: pack the examples into rows without padding, or use cp_size=1"
             )
         own = Microbatch({**part, _BATCH: whole})
         # Labels are shifted already. transformers must not read a jump of the positions as the start of an example.

@@ -40,7 +40,7 @@ def plan_context(draft: Draft) -> None:
     if not _averages_tokens(draft):
         draft.problem(
             f"cp_size={size} does not fit {family!r}: sharded sequences need a loss that is a mean over tokens, and "
-            f"this loss is another one{f' ({draft.no_step})' if draft.no_step else ''}: use cp_size=1"
+            f"the loss of this model is not one{f' ({draft.no_step})' if draft.no_step else ''}: use cp_size=1"
         )
         return
     if family in UNWRITABLE:
@@ -53,8 +53,8 @@ def plan_context(draft: Draft) -> None:
     given = other_inputs(draft.modules[text]) if text else []
     if uncut := [name for name in given if name not in _CUT_INSIDE]:
         draft.problem(
-            f"cp_size={size} does not fit {family!r}: its layers read towers' outputs from inputs that cannot be "
-            f"sharded ({', '.join(uncut)}): use cp_size=1"
+            f"cp_size={size} does not fit {family!r}: its layers read outputs of an image or audio encoder from "
+            f"inputs that cannot be sharded along the sequence ({', '.join(uncut)}): use cp_size=1"
         )
         return
     layers = modules_in_layers(draft.model, text)
@@ -68,8 +68,8 @@ def plan_context(draft: Draft) -> None:
     )
     if (mixers := whole + handing) and draft.layout.sequence_parallel and draft.tp > 1:
         draft.problem(
-            f"cp_size={size} runs {wild_name(mixers[0])} on all tokens of a context rank, but sequence_parallel=True "
-            "shards these tokens over tensor ranks: use sequence_parallel=False"
+            f"cp_size={size}: {wild_name(mixers[0])} must get all tokens of its context rank, but "
+            "sequence_parallel=True shards these tokens over tensor ranks: use sequence_parallel=False"
         )
     heads, keys = _heads(draft)
     together = _share_out_heads(draft, size, heads, keys)
@@ -195,8 +195,8 @@ def _share_out_heads(draft: Draft, size: int, heads: int, keys: int) -> int:
         return max(fitting)
     if heads and size not in fitting:
         draft.problem(
-            f"cp_method={method!r} divides {heads} query heads and {keys} key/value heads over cp_size={size} ranks, "
-            "which does not work out evenly: use cp_method='gather' or 'ring'"
+            f"cp_method={method!r} needs {heads} query heads and {keys} key/value heads that divide evenly over "
+            f"cp_size={size} ranks, but they do not: use cp_method='gather' or 'ring'"
         )
     return 1
 

@@ -100,10 +100,10 @@ def refuse_calls_past_the_model(model: Any) -> None:
     def refuse(*_: Any) -> None:
         if not around.is_gathered():
             raise ConfigError(
-                f"{type(inside).__name__} was called directly, but FSDP2 gathers the weights around the layers "
-                f"(for example {around.name} of {type(around.module).__name__}) only if {class_name(model)} is called: "
-                "call the model itself (output_hidden_states=True returns its layers' outputs), or load the class "
-                "without a head"
+                f"{type(inside).__name__} was called directly, but FSDP2 gathers the weights outside of its layers "
+                f"(for example {around.name} of {type(around.module).__name__}) only if {class_name(model)} is "
+                "called: call the model itself (output_hidden_states=True returns its layers' outputs), or load the "
+                "class without a head"
             )
 
     inside.register_forward_pre_hook(refuse)

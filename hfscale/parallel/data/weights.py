@@ -36,8 +36,8 @@ def install_local_weights(
             empty = parameter_at(model, planned.name)
             if empty is None:
                 raise ConfigError(
-                    f"the parameter {planned.name} was removed from the model before its weights were loaded: do not "
-                    "change the model during loading"
+                    f"the parameter {planned.name} was removed from the model before its weights were loaded: change "
+                    "the model only after it is loaded"
                 )
             placed = like_sharded(shares[owner], empty)
             if offloaded(plan).parameters and isinstance(placed, DTensor):

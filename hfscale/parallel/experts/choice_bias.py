@@ -74,14 +74,15 @@ def choice_bias(runtime: Runtime, planned: ExpertsPlan, inner: str) -> ChoiceBia
         return None
     if held.numel() != planned.count:
         raise ConfigError(
-            f"bias_update_rate needs one entry per expert, but {wild_name(name)} has {held.numel()} for "
-            f"{planned.count} experts, so its entries do not match the loads of experts: {_INSTEAD}"
+            f"bias_update_rate needs a router bias with one entry per expert, but {wild_name(name)} has "
+            f"{held.numel()} entries for {planned.count} experts: {_INSTEAD}"
         )
     if held.dtype.itemsize < torch.float32.itemsize:
         if attribute not in own_buffers(module):
             raise ConfigError(
-                f"bias_update_rate needs {wild_name(name)} in 32 bits, but its dtype is {held.dtype}, in which steps "
-                "of 0.001 are lost: load with dtype=torch.float32, and mixed_precision='bf16'"
+                f"bias_update_rate needs the router's bias {wild_name(name)} in 32 bits, but its dtype is "
+                f"{held.dtype}, in which steps of 0.001 are lost: load the model with dtype=torch.float32, and "
+                "mixed_precision='bf16'"
             )
         own_buffers(module)[attribute] = held.float()
     return ChoiceBias(runtime, module, attribute, name)

@@ -45,7 +45,8 @@ def routes_from_vllm(model: nn.Module, outputs: Sequence[Any], attention_mask: T
     layers = [int(planned.layer.rpartition(".")[2]) for planned in replayed(runtime_of(model))]
     if len(arrays) != len(attention_mask):
         raise ConfigError(
-            f"outputs has {len(arrays)} entries for {len(attention_mask)} rows: give one entry for each row"
+            "outputs must have one entry, the experts that an engine recorded, for each row of attention_mask, got "
+            f"{len(arrays)} entries for {len(attention_mask)} rows: give one entry for each row"
         )
     k = arrays[0].shape[-1] if arrays else experts_per_token(runtime_of(model).model.config) or 1
     routes = torch.full(
@@ -63,13 +64,14 @@ def routes_from_vllm(model: nn.Module, outputs: Sequence[Any], attention_mask: T
         places = mask.nonzero().squeeze(-1)
         if len(array) not in (len(places), len(places) - 1):
             raise ConfigError(
-                f"row {row} has {len(places)} tokens, and its routes are of {len(array)} tokens: pass the engine's "
-                "routes of prompt and completion, with or without the last token"
+                f"row {row} of attention_mask has {len(places)} tokens, but the engine recorded the experts of "
+                f"{len(array)} tokens: pass the experts that it recorded for prompt and completion, with or without "
+                "the last token"
             )
         if array.shape[1] != len(layers) and array.shape[1] <= layers[-1]:
             raise ConfigError(
-                f"row {row} has routes of {array.shape[1]} layers, and the model has {layers[-1] + 1} layers or more: "
-                "let the engine serve this model"
+                f"row {row} has the experts of {array.shape[1]} layers, but the model has {layers[-1] + 1} layers or "
+                "more: pass experts that an engine recorded with this model"
             )
         own = array if array.shape[1] == len(layers) else array[:, layers]
         routes[row, places[: len(array)]] = torch.from_numpy(own.astype(np.int32))

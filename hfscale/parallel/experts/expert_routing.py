@@ -74,8 +74,8 @@ def _check(runtime: Runtime, options: RoutingConfig) -> None:
     kind = class_name(runtime.model)
     if not runtime.plan.mixtures:
         raise ConfigError(
-            f"routing={options} needs experts that transformers keeps in one module of 3-D parameters, but {kind} has "
-            "no experts of this form: leave routing out"
+            f"routing={options} needs experts whose weights transformers keeps in one module, as 3-D parameters, but "
+            f"{kind} has no such experts: leave routing out"
         )
     if options.needs_tokens and getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError(
@@ -112,7 +112,8 @@ def _router(runtime: Runtime, planned: ExpertsPlan) -> tuple[str, nn.Module, int
             return routers[0]
     family = runtime.plan.family
     raise ConfigError(
-        f"{wild_name(planned.name)}: {family!r} does not say where its router's logits are (_can_record_outputs of its "
-        "PreTrainedModel class), but balance_loss, z_loss and router='switch', 'gshard' or 'noisy_topk' need router "
-        "logits: use bias_update_rate, capacity_factor or force_balanced, which do not need them"
+        f"{wild_name(planned.name)}: the router's logits cannot be found, because {family!r} does not name them "
+        "(_can_record_outputs of its PreTrainedModel class), but balance_loss, z_loss and router='switch', 'gshard' "
+        "or 'noisy_topk' need router logits: use bias_update_rate, capacity_factor or force_balanced, which do not "
+        "need them"
     )

@@ -111,7 +111,8 @@ def real_tokens(batch: Mapping[str, Any]) -> Tensor:
         return attends.expand(samples, length)
     raise ConfigError(
         f"attention_mask must have the shape [samples, tokens] or [samples, 1, tokens, tokens] for {samples} x "
-        f"{length} tokens, got {tuple(mask.shape)}: routing= needs it to know which tokens are padding"
+        f"{length} tokens, got {tuple(mask.shape)}: give such a mask, because routing= must know which tokens are "
+        "padding"
     )
 
 

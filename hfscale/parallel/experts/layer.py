@@ -68,9 +68,9 @@ class RouterLogits:
         self._latest = None
         if logits is None or logits.shape[-1] != count or logits.numel() != n * count:
             raise ConfigError(
-                f"{name}: routing= needs the router's logits of {n} tokens for {count} experts, but found "
+                f"{name}: routing= needs the router's logits of {n} tokens for {count} experts, but got "
                 f"{'none' if logits is None else tuple(logits.shape)}: use router='model' without balance_loss and "
-                "z_loss"
+                "z_loss, which needs no logits"
             )
         return logits.reshape(n, count)
 
@@ -284,9 +284,9 @@ class LayerRouting:
         start, own = (sum(lengths[:rank]), lengths[rank]) if lengths else (0, tokens)
         if rows != samples * own:
             raise ConfigError(
-                f"{self.planned.name} must get all tokens of this rank ({samples * own}, of a batch of {samples} x "
-                f"{tokens}), got {rows}: use RoutingConfig() (which only counts) or force_balanced alone, for "
-                f"{self.planned.name!r}"
+                f"{self.planned.name} must be called with all tokens that this rank has ({samples * own}, of a batch "
+                f"of {samples} x {tokens}), got {rows} tokens: use RoutingConfig() (which only counts tokens) or "
+                f"force_balanced alone, because other options of routing= need all tokens in {self.planned.name!r}"
             )
         return _OwnTokens(
             lengths,

@@ -90,7 +90,7 @@ def expert_load(model: nn.Module) -> ExpertLoad:
     part = runtime.part(ExpertRouting)
     if part is None or part.routing is None:
         raise ConfigError(
-            "tokens are not counted in this model: load the model with routing=hfscale.RoutingConfig()"
+            "this model does not count the tokens of its experts: load it with routing=hfscale.RoutingConfig()"
             if runtime.plan.mixtures
             else f"{class_name(runtime.model)} has no experts that hfscale knows, so it has no expert load"
         )
@@ -159,7 +159,8 @@ class ExpertLoadHistory:
                 history.steps.append((int(entry["step"]), ExpertLoad(layers)))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{path} holds no loads that hfscale.ExpertLoadHistory recorded: {error}"
+                f"{path} holds no loads that hfscale.ExpertLoadHistory recorded ({error}): give the path of a file "
+                "that it has written"
             ) from error
         return history
 
@@ -182,7 +183,9 @@ class ExpertLoadHistory:
         """
         target = Path(path)
         if not self.steps:
-            raise ConfigError("there is no load to draw: record some steps first")
+            raise ConfigError(
+                "this ExpertLoadHistory has no recorded steps to plot: record some steps first"
+            )
         if target.suffix not in _SUFFIXES or not target.parent.is_dir():
             raise ConfigError(
                 f"{target} cannot be drawn: use a name in a folder, ending in {' or '.join(_SUFFIXES)}"

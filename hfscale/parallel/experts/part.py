@@ -56,9 +56,9 @@ class ExpertRouting(Part):
         parts = len(batches) * runtime.mesh.data_world
         if getattr(runtime.model.config, "output_router_logits", False) and parts > 1:
             raise ConfigError(
-                "output_router_logits=True adds the router loss once per microbatch and batch rank, so it would count "
-                f"{parts} times in this step: set config.output_router_logits = False and load the model with "
-                "routing=hfscale.RoutingConfig(balance_loss=...), whose weight does not depend on how a step is split"
+                f"output_router_logits=True adds the router loss once per microbatch and data rank, {parts} times in "
+                "this step, so its weight depends on how a step is split: set config.output_router_logits = False "
+                "and load the model with routing=hfscale.RoutingConfig(balance_loss=...), whose weight does not"
             )
         asked = runtime.options.routing
         if user_loss and asked is not None and (asked.balance_loss or asked.z_loss):

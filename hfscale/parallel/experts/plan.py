@@ -29,8 +29,9 @@ def plan_experts(draft: Draft) -> None:
     draft.experts = draft.mixtures
     if not draft.experts:
         draft.problem(
-            f"ep_size={size} needs a module that is called with the experts of each token (transformers' "
-            f"use_experts_implementation), but {type(draft.model).__name__} has no such module: use ep_size=1"
+            f"ep_size={size} needs an experts module that is called with the indices of each token's experts "
+            f"(transformers' use_experts_implementation), but {type(draft.model).__name__} has no such module: use "
+            "ep_size=1"
         )
     for planned in draft.experts:
         name = planned.name

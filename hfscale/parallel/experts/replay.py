@@ -148,8 +148,8 @@ class RouteReplay(Part):
         """
         if self._recorded is not None:
             raise ConfigError(
-                "the routes of this model are being recorded already: leave the first record_routes block before "
-                "entering another"
+                "the experts of this model's tokens are being recorded already: leave the first "
+                "hfscale.record_routes block before entering another"
             )
         refusal: ConfigError | None = None
         try:
@@ -235,8 +235,9 @@ class RouteReplay(Part):
                 made.data_ptr() != got.data_ptr() and not torch.equal(made.view_as(got), got)
             ):
                 raise ConfigError(
-                    f"{wild_name(planned.name)}: the experts of {runtime.plan.family!r} are not those of one top-k of "
-                    f"{choice.count} router scores, so routes cannot be replayed or recorded: leave routes out"
+                    f"{wild_name(planned.name)}: {runtime.plan.family!r} calls its experts with indices that are not "
+                    f"the result of one top-k of {choice.count} router scores, so the experts of tokens cannot be "
+                    "replayed (routes=) or recorded: leave routes out"
                 )
             choice.made = made.flatten(0, -2)
 
@@ -311,32 +312,34 @@ def _refuse(runtime: Runtime) -> None:
     if not mixtures or getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError(
             f"{class_name(model)} has no decoder whose layers call experts with the indices of each token's experts "
-            "(transformers' use_experts_implementation), so it takes no routes: leave routes out"
+            "(transformers' use_experts_implementation), so these indices cannot be replayed (routes=) or recorded: "
+            "leave routes out"
         )
     if options is not None and (options.router != "model" or options.force_balanced):
         raise ConfigError(
-            f"routes are for the model's own router, but routing={options} replaces the router's choice: leave out "
-            "either routes or routing"
+            f"routes= (the experts of every token) replays choices of the model's own router, but routing={options} "
+            "replaces the router's choice: leave out either routes or routing"
         )
     if len({planned.layer for planned in mixtures}) < len(mixtures):
         raise ConfigError(
-            f"{family!r} has several expert modules in a layer, each for some of the tokens, so routes cannot be "
-            "replayed or recorded: leave routes out"
+            f"{family!r} has several expert modules in a layer, each for some of the tokens, so the experts of a "
+            "token cannot be replayed (routes=) or recorded: leave routes out"
         )
     if any(
         is_compiled_in_place(model.get_submodule(planned.layer))
         for _, planned in _local_mixtures(runtime)
     ):
         raise ConfigError(
-            "routes cannot be replayed or recorded in layers that are compiled already: load the model without "
-            "compile=True"
+            "the experts of tokens cannot be replayed (routes=) or recorded in layers that are compiled already: "
+            "load the model without compile=True"
         )
     for _, planned in _local_mixtures(runtime):
         block = model.get_submodule(planned.name.rpartition(".")[0])
         if not any("topk" in used_names(type(module)) for module in block.modules()):
             raise ConfigError(
                 f"{wild_name(planned.name)}: the router of {family!r} chooses experts otherwise than by top-k (for "
-                "example at random), so routes cannot be replayed or recorded: leave routes out"
+                "example at random), so the experts of tokens cannot be replayed (routes=) or recorded: leave routes "
+                "out"
             )
 
 
@@ -349,8 +352,9 @@ def _check(runtime: Runtime, batch: Batch, routes: Tensor) -> None:
     k = experts_per_token(runtime.model.config) or routes.shape[-1]
     if routes.shape != (*place, len(mixtures), k):
         raise ConfigError(
-            f"routes are {list(routes.shape)} for {place[0]} rows of {place[1]} tokens and {len(mixtures)} layers with "
-            f"experts, {k} experts per token: give routes of shape {[*place, len(mixtures), k]}"
+            "routes must have the shape [rows, tokens, layers with experts, experts per token], got "
+            f"{list(routes.shape)} for {place[0]} rows of {place[1]} tokens and {len(mixtures)} layers with experts, "
+            f"{k} experts per token: give routes of shape {[*place, len(mixtures), k]}"
         )
     counts = torch.tensor([planned.count for planned in mixtures], device=routes.device).unsqueeze(
         -1
@@ -361,9 +365,10 @@ def _check(runtime: Runtime, batch: Batch, routes: Tensor) -> None:
     if bool(strange.any()):
         row, token, layer = strange.nonzero()[0].tolist()
         raise ConfigError(
-            f"routes[{row}, {token}, {layer}] is {routes[row, token, layer].tolist()}, and must be {k} different of "
-            f"{mixtures[layer].count} experts, or {k} times -1 to let the router choose. If all entries are zeros, the "
-            "inference engine used kernels that do not record routes"
+            f"the experts of a token must be its router's choice, got routes[{row}, {token}, {layer}] = "
+            f"{routes[row, token, layer].tolist()} (indices: row, token, layer): give {k} different numbers below "
+            f"{mixtures[layer].count}, the number of experts, or {k} times -1 to let the router choose. If all "
+            "entries are zeros, the inference engine used kernels that do not record routes"
         )
 
 

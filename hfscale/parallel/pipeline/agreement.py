@@ -174,9 +174,10 @@ class StageAgreement:
                     next(tie.names for tie in self._stages.ties if name in tie.names)
                 )
                 raise ConfigError(
-                    f"{names} is one tied tensor on several stages, and its copies differ since the last update: use "
-                    "the same optimizer options under all of its names (a parameter group chosen by name may have only "
-                    "some of them), or load the model again if its weights were changed by hand on one stage"
+                    f"{names} is one tied tensor with a copy on each of several stages, and these copies differ since "
+                    "the last update: use the same optimizer options under all of its names (a parameter group "
+                    "chosen by name may have only some of them), or load the model again if its weights were changed "
+                    "by hand on one stage"
                 )
         return [
             any(any(report.trains[: stage + 1]) for report in self._reports)
@@ -236,8 +237,9 @@ class TiedGradients:
         for copy, used in zip(copies, self._known[key], strict=True):
             if copy.grad is not None and not used:
                 raise ConfigError(
-                    "a tied tensor had no gradient in the first step but has one now, while other stages expect none: "
-                    "load the model again before training on batches of another kind"
+                    "a tied tensor (one parameter with copies on several stages) had no gradient in the first step "
+                    "but has one now, while other stages expect none: load the model again before training on "
+                    "batches that give it a gradient"
                 )
             if used:
                 if copy.grad is None:  # another stage has a gradient

@@ -46,7 +46,9 @@ def read_csv(path: Path) -> Order:
         with open(path, newline="") as file:
             rows = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"no schedule could be read from {path}: {error}") from error
+        raise ConfigError(
+            f"no schedule could be read from {path}: {error}; give the path of a CSV file that this process can read"
+        ) from error
     if not rows:
         raise ConfigError(
             f"{path} has no rows: write one row per rank, with actions such as 0F0 and 0B0"
@@ -87,7 +89,8 @@ def _complete(order: Order, path: Path) -> None:
         for action in actions:
             if home.setdefault(action.stage, rank) != rank:
                 raise ConfigError(
-                    f"{path}: stage {action.stage} is on rank {home[action.stage]} and on rank {rank}: use one rank"
+                    f"{path}: stage {action.stage} is on rank {home[action.stage]} and on rank {rank}: write all "
+                    "actions of a stage in the row of one rank"
                 )
             if action.kind != "update":
                 seen[action[:3]] += 1
@@ -112,8 +115,11 @@ def _complete(order: Order, path: Path) -> None:
     for (stage, index), counted in counts.items():
         if counted not in ((1, 1, 0, 0), (1, 0, 1, 1)):
             raise ConfigError(
-                f"{path}: stage {stage} has F, B, I, W of microbatch {index} {counted} times: give one F and either "
-                "one B, or one I and one W"
+                f"{path}: every stage needs one F and either one B, or one I and one W, of every microbatch, but "
+                f"stage {stage} has F, B, I, W of microbatch {index} {counted} times: add or remove actions"
             )
     if seen:
-        raise ConfigError(f"{path}: {sorted(seen)[0]} has no forward: add an F for it")
+        raise ConfigError(
+            f"{path}: the action {sorted(seen)[0]} (stage, kind, microbatch) has no forward pass: add an F for its "
+            "stage and microbatch"
+        )

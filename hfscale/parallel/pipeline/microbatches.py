@@ -70,8 +70,9 @@ def share_out(
 def _refuse_pictures(given: Sequence[Batch], parts: int) -> None:
     if any(is_of_towers(value) for batch in given for value in batch.values()):
         raise ConfigError(
-            f"the schedule splits {len(given)} batches into {parts} microbatches, but images cannot be assigned to "
-            f"their rows: pass train_step a list of {parts} microbatches, each with the images of its texts"
+            f"the schedule splits {len(given)} batches into {parts} microbatches, but images cannot be split together "
+            f"with the rows to which they belong: pass train_step a list of {parts} microbatches, each with the "
+            "images of its texts"
         )
 
 

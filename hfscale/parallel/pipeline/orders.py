@@ -317,12 +317,14 @@ def check(
         below = next(m for m in range(num_microbatches - 1, 0, -1) if _whole_rounds(m, pp_size))
         above = next(m for m in count(num_microbatches + 1) if _whole_rounds(m, pp_size))
         raise ConfigError(
-            f"num_microbatches={num_microbatches} does not divide into the {num_microbatches // pp_size} rounds of "
-            f"{schedule} over pp_size={pp_size}: use {below} or {above} (any multiple of pp_size is valid)"
+            f"num_microbatches={num_microbatches} does not divide into {num_microbatches // pp_size} groups of equal "
+            f"size, in which {schedule} over pp_size={pp_size} runs microbatches: use {below} or {above} (any "
+            "multiple of pp_size is valid)"
         )
     if steps > 1 and described.flushes:
         raise ConfigError(
-            f"steps={steps}: {schedule} ends every step with a flush, so all steps are the same: use steps=1"
+            f"steps={steps}: {schedule} ends every step with a flush, so a drawing of several steps would repeat the "
+            "first one: use steps=1"
         )
 
 

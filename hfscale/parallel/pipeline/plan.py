@@ -158,7 +158,9 @@ def _too_many(draft: Draft, layers: int) -> None:
         asked = f"{asked} x virtual_stages={virtual}"
         fits = f"{fits} with virtual_stages={virtual if most else 1}"
     many = f"{layers} layer{'s' if layers > 1 else ''}"
-    draft.problem(f"{asked} exceeds the {many} of {draft.config.model_type!r}: use {fits}")
+    draft.problem(
+        f"{asked} asks for more stages than the {many} of {draft.config.model_type!r}: use {fits}"
+    )
 
 
 def _stages(

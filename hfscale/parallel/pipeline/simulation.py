@@ -74,8 +74,8 @@ def simulate(
     ]
     if stuck:
         raise ConfigError(
-            f"{name or 'this order'} would deadlock, because each rank waits for another: {', '.join(stuck)}: reorder "
-            "these actions"
+            f"{name or 'this order'} would deadlock, because each of these ranks waits for another rank: "
+            f"{', '.join(stuck)}: change the order of these actions"
         )
     return Timeline(tuple(map(tuple, spans)), name=name, microbatches=microbatches)
 

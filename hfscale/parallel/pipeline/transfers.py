@@ -158,15 +158,16 @@ class ActivationTypes:
         kind = tuple(stream.shape[len(leading) :]), stream.dtype
         if tuple(stream.shape[: len(leading)]) != leading or kind[1] not in _DTYPES:
             raise ConfigError(
-                f"the hidden states between stages have the shape {tuple(stream.shape)} and dtype {stream.dtype} for "
-                f"{leading[0]} samples of {leading[1]} tokens, which stages cannot exchange: use pp_size=1"
+                "the hidden states between stages must have the shape [samples, tokens, ...] and a floating-point "
+                f"dtype, got {tuple(stream.shape)} and {stream.dtype} for {leading[0]} samples of {leading[1]} "
+                "tokens: use pp_size=1"
             )
         told = self._told.setdefault((stage, training), kind)
         if told is not kind:
             if told != kind:
                 raise ConfigError(
-                    f"the trailing dims and dtype of the hidden states between stages must not change, got {told} "
-                    f"first and {kind} now: change precision before the first step"
+                    f"the trailing dims and dtype of the hidden states between stages must not change, got {told} in "
+                    f"the first step and {kind} now: change precision only before the first step"
                 )
             return
         header = torch.zeros(_LENGTH, dtype=torch.int64)

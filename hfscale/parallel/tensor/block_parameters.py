@@ -121,8 +121,8 @@ def _cut_projection(block: PlacedBlock, child: str, column: bool) -> None:
     if not isinstance(module, PROJECTIONS):
         kind = "nothing" if module is None else type(module).__name__
         draft.problem(
-            f"tp_size={draft.tp}: {wild_name(path)} should be a projection (nn.Linear or Conv1D) and is "
-            f"{kind}: correct its role in the blueprint, or use tp_size=1"
+            f"tp_size={draft.tp}: the blueprint (how hfscale shards a model's layers) says that {wild_name(path)} is "
+            f"a projection (nn.Linear or Conv1D), but it is {kind}: correct the blueprint, or use tp_size=1"
         )
         return
     dim = weight_dims(module)[0 if column else 1]
@@ -147,8 +147,9 @@ def _fused_lengths(block: PlacedBlock, child: str, length: int) -> tuple[int, ..
         return fused(draft.block_config)
     if length % fused:
         draft.problem(
-            f"tp_size={draft.tp}: the blueprint fuses {fused} equal matrices in {wild_name(block.path(child))}.weight, "
-            f"which has {length} entries: correct the blueprint, or use tp_size=1"
+            f"tp_size={draft.tp}: the blueprint (how hfscale shards a model's layers) says that {fused} equal "
+            f"matrices are fused in {wild_name(block.path(child))}.weight, but its {length} entries do not divide "
+            "evenly: correct the blueprint, or use tp_size=1"
         )
         return ()
     return (length // fused,) * fused if fused > 1 else ()
@@ -166,8 +167,8 @@ def _cut_other(block: PlacedBlock, child: str, dim: int, fused: int) -> None:
     if child in block.role.pairs and pairs % draft.tp:
         valid = ", ".join(str(size) for size in range(1, pairs + 1) if pairs % size == 0)
         draft.problem(
-            f"tp_size={draft.tp} does not divide the {pairs} pairs of entries interleaved in "
-            f"{wild_name(path)}: use tp_size {valid}"
+            f"tp_size={draft.tp} does not divide the {pairs} pairs of interleaved entries of {wild_name(path)}, which "
+            f"must stay on one rank: use tp_size {valid}"
         )
     draft.cut(
         path,
@@ -205,11 +206,11 @@ def _refuse_writers(draft: Draft, path: str, module: Any) -> None:
     does = "write its block's output, which every rank would add"
     roles = "column or row"
     if weight.ndim == 1:
-        does = "read its block's output, which is a partial sum there"
+        does = "read its block's output, which is a partial sum on each tensor rank"
         roles = "shared or outside"
     draft.problem(
-        f"tp_size={draft.tp}: {wild_name(path)} may {does}, and the blueprint gives it no role: name it as {roles}, "
-        "or use tp_size=1"
+        f"tp_size={draft.tp}: {wild_name(path)} may {does}, but the blueprint (how hfscale shards a model's layers) "
+        f"does not name it: name it as {roles} in the blueprint, or use tp_size=1"
     )
 
 
@@ -227,6 +228,7 @@ def _refuse_roleless(block: PlacedBlock) -> None:
         if parameter not in draft.rules and not parameter.startswith(outside):
             draft.roleless.append(parameter)
             draft.problem(
-                f"tp_size={draft.tp}: {wild_name(parameter)} is inside a block whose blueprint gives it no role: "
-                "name the parameter's module as column, row or shared in the blueprint, or use tp_size=1"
+                f"tp_size={draft.tp}: {wild_name(parameter)} is inside a sharded block, but the blueprint (how "
+                "hfscale shards a model's layers) does not say how to shard it: name the parameter's module as "
+                "column, row or shared in the blueprint, or use tp_size=1"
             )

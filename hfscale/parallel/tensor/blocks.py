@@ -88,8 +88,8 @@ def _refuse_unmatched(draft: Draft, blueprint: Blueprint, matched: set[str]) -> 
     for path, role in blueprint.blocks.items():
         if path and path not in matched and not role.optional:
             draft.problem(
-                f"tp_size={draft.tp}: the blueprint of {draft.config.model_type!r} names a block {path!r} that no "
-                "layer has: correct the blueprint, or use tp_size=1"
+                f"tp_size={draft.tp}: the blueprint of {draft.config.model_type!r} (how hfscale shards its layers) "
+                f"names a block {path!r} that no layer has: correct the blueprint, or use tp_size=1"
             )
 
 
@@ -124,9 +124,9 @@ def _key_value_replicas(draft: Draft, block: str, role: Block) -> int:
     )
     if replicas > 1 and not (counted or _group_attributes(draft, block)):
         draft.problem(
-            f"tp_size={draft.tp} exceeds the key/value heads of {wild_name(block)}, whose number of queries per "
-            "key/value head is unknown: name its count of key/value heads in the blueprint's local_attributes, or "
-            f"use tp_size 1 to {draft.tp // replicas}"
+            f"tp_size={draft.tp} exceeds the key/value heads of {wild_name(block)}, so ranks must share these heads, "
+            "but the number of queries per key/value head is unknown: name the attribute that counts key/value heads "
+            f"in local_attributes of the blueprint, or use tp_size 1 to {draft.tp // replicas}"
         )
     return replicas
 

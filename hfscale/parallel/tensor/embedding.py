@@ -85,8 +85,8 @@ def _cut_lookup(module: nn.Module, planned: ParameterPlan, start: int, mesh: Mes
         )
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise ConfigError(
-            f"{planned.name}: an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be cut along "
-            "the vocabulary: use tp_size=1"
+            f"{planned.name} must belong to an embedding without max_norm, scale_grad_by_freq and sparse gradients, "
+            "which cannot be sharded along the vocabulary: use tp_size=1"
         )
     stock = type(module)
     if stock is nn.Embedding:

@@ -280,8 +280,9 @@ class Scoring:
         if self._read is not None:
             if not isinstance(logits, LazyLogits) or logits.value is not None:
                 raise ConfigError(
-                    "the teacher's class applies an operation to its logits that is not pointwise, unlike a scale or a "
-                    "softcap, so its head cannot be copied for distillation: use a teacher of another class"
+                    "the teacher's class changes its logits by an operation that is not pointwise (as a scale or a "
+                    "softcap would be), so a copy of its head does not give its logits, as distillation needs: use a "
+                    "teacher of another class"
                 )
             self.made = self._read(logits, vocabulary)
             return logits.hidden.new_zeros((), dtype=compute_dtype(logits.dtype))

@@ -383,10 +383,14 @@ class VocabParallelLoss(KeepsOutputs):
         Raises:
             ConfigError: the vocabulary is sharded, or the loss must be divided by a number of labels.
         """
-        its = f"{class_name(model)} computes its loss itself instead of calling model.loss_function, so it cannot"
+        its = (
+            f"{class_name(model)} computes its loss itself instead of calling model.loss_function, so this loss "
+            "cannot"
+        )
         if self.group is not None:
             raise ConfigError(
-                f"{its} run on a sharded vocabulary: call it without labels, and compute the loss from its logits"
+                f"{its} be computed over a sharded vocabulary: call the model without labels, and compute the loss "
+                "from its logits"
             )
         if self.current.count is not None:
             raise ConfigError(

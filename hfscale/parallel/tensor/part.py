@@ -218,7 +218,9 @@ def _refuse_partial_outputs(
 ) -> None:
     given = {**kwargs, "output_router_logits": False} if _COUNTED.get() else kwargs
     if asked := partial_output(model.config, given):
-        raise ConfigError(f"{asked}: leave it out, or load the model with tp_size=1")
+        raise ConfigError(
+            f"over tensor ranks, {asked}: leave this option out, or load the model with tp_size=1"
+        )
 
 
 def _refuse_cut_outputs(

@@ -27,7 +27,7 @@ def plan_tensor(draft: Draft) -> None:
     """
     if draft.tp > 1 and (asked := partial_output(draft.config)):
         draft.problem(
-            f"tp_size={draft.tp}: the config's {asked}: set it to False, or use tp_size=1"
+            f"tp_size={draft.tp}: the config's {asked}: set this option to False, or use tp_size=1"
         )
     if draft.tp > 1 and draft.blueprint:
         draft.blocks = plan_blocks(draft, draft.blueprint, draft.decoders)
@@ -120,8 +120,8 @@ def _cut_vocabulary(
         # An embedding class that does more than a lookup is not sharded, which is impossible if it is tied to the head.
         if tied:  # the head is sharded, so the tied embedding would have to be sharded too
             draft.problem(
-                f"tp_size={draft.tp}: {name} is a {type(embedding).__name__} tied to the head, which cannot be cut "
-                "along the vocabulary: use tp_size=1"
+                f"tp_size={draft.tp}: {name} is a {type(embedding).__name__} tied to the head, which cannot be "
+                "sharded along the vocabulary: use tp_size=1"
             )
             draft.cut(f"{name}.weight", 0, embedding.weight.shape[0])
         return None
@@ -130,8 +130,8 @@ def _cut_vocabulary(
         return None
     if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
         draft.problem(
-            f"tp_size={draft.tp}: {name} has max_norm, scale_grad_by_freq or sparse gradients, so it cannot be cut "
-            "along the vocabulary: use tp_size=1"
+            f"tp_size={draft.tp}: {name} has max_norm, scale_grad_by_freq or sparse gradients, so it cannot be "
+            "sharded along the vocabulary: use tp_size=1"
         )
     draft.cut(f"{name}.weight", 0, embedding.weight.shape[0])
     return name

@@ -142,8 +142,9 @@ class Draft:
         cut = Cut("tp", dim, self.tp, parts, replicas)
         if parts and sum(parts) != length:
             self.problem(
-                f"tp_size={self.tp}: the blueprint gives the matrices fused in {wild_name(name)} the lengths {parts}, "
-                f"whose sum must be {length}, its number of entries: correct the blueprint, or use tp_size=1"
+                f"tp_size={self.tp}: the blueprint (how hfscale shards a model's layers) gives the matrices fused in "
+                f"{wild_name(name)} the lengths {parts}, whose sum must be {length}, its number of entries: correct "
+                "the blueprint, or use tp_size=1"
             )
         elif cut.local_length(length, self.tp - 1) == 0:
             self.problem(

@@ -37,8 +37,9 @@ def find_layers(draft: Draft, blueprint: Blueprint | None) -> list[str]:
     ]
     for layer, name in _tied_outside(draft, layers) if draft.layout.data_world > 1 else ():
         draft.problem(
-            f"{draft.layout.describe()}: {wild_name(layer)} shares {wild_name(name)} with another part of "
-            "the model, but sharding by layer would untie this tensor: use dp_shard_size=1 and dp_replicate_size=1"
+            f"{draft.layout.describe()}: {wild_name(layer)} shares the tensor {wild_name(name)} with a module outside "
+            "of this layer, but FSDP2 shards each layer by itself, which would untie this tensor: use "
+            "dp_shard_size=1 and dp_replicate_size=1"
         )
     return layers
 
@@ -55,8 +56,9 @@ def _lists(draft: Draft, blueprint: Blueprint) -> list[str]:
             repr(base_prefix(draft.model) + path) for path in blueprint.layer_lists
         )
         draft.problem(
-            f"tp_size={draft.tp}: the blueprint of {draft.config.model_type!r} names the layer list {wanted}, "
-            f"which {type(draft.model).__name__} does not have: correct the blueprint, or use tp_size=1"
+            f"tp_size={draft.tp}: the blueprint of {draft.config.model_type!r} (how hfscale shards its layers) names "
+            f"the layer list {wanted}, which {type(draft.model).__name__} does not have: correct the blueprint, or "
+            "use tp_size=1"
         )
     return lists
 
@@ -119,7 +121,12 @@ def find_layer_list(model: Any) -> str:
             lists[name] = sum(parameter.numel() for parameter in module.parameters())
     ranked = sorted((name for name in lists if lists[name]), key=lambda name: -lists[name])
     if not ranked:
-        raise PlanError("its base model has no list of layers (nn.ModuleList)")
+        raise PlanError(
+            "the base model has no list of layers (an nn.ModuleList), which hfscale needs to shard it by layer"
+        )
     if len(ranked) > 1 and 2 * lists[ranked[1]] >= lists[ranked[0]]:
-        raise PlanError(f"it has several lists of layers of similar size: {', '.join(ranked[:2])}")
+        raise PlanError(
+            "the base model has several lists of layers of similar size, so none can be taken as its list of layers: "
+            f"{', '.join(ranked[:2])}"
+        )
     return base_prefix(model) + ranked[0]

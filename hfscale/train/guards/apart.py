@@ -100,10 +100,11 @@ def _refuse(
     for index, parameter in enumerate(parameters):
         if _is_apart(every, index):
             raise ConfigError(
-                f"{type(optimizer).__name__} must hold only parameters of the model, or others with the same gradient "
-                f"on every rank of {layout}, got one of shape {tuple(parameter.shape)} outside of the model, of which "
-                "each rank would train its own copy: put it into the model before hfscale.parallelize, adapt the "
-                "layers by hfscale.get_peft_model, sum its gradient over ranks first, or use one process"
+                f"{type(optimizer).__name__} must hold only parameters of the model, or others whose gradient is the "
+                f"same on every rank of {layout}, got a parameter of shape {tuple(parameter.shape)} outside of the "
+                "model, of which each rank would train its own copy: put it into the model before "
+                "hfscale.parallelize, adapt the layers by hfscale.get_peft_model, sum its gradient over ranks first, "
+                "or use one process"
             )
 
 

@@ -95,17 +95,17 @@ def refuse_changes(model: Any, layout: ParallelConfig) -> None:
         if new_num_tokens in (None, model.config.get_text_config().vocab_size):
             return model.get_input_embeddings()  # like transformers if the size does not change
         raise ConfigError(
-            f"resize_token_embeddings({new_num_tokens}) would make this {kind} differ from its plan, on which the loss "
-            "and the saves depend. Resize the model while it is loaded: hfscale.from_pretrained(directory, "
-            f"parallel=..., resize_token_embeddings={new_num_tokens}); hfscale.parallelize(model, parallel) takes a "
-            "model that was resized in memory"
+            f"resize_token_embeddings({new_num_tokens}) cannot be called on this {kind} after hfscale has planned it, "
+            "because the loss and the saves depend on its planned shapes. Resize the model while it is loaded: "
+            f"hfscale.from_pretrained(directory, parallel=..., resize_token_embeddings={new_num_tokens}); "
+            "hfscale.parallelize(model, parallel) takes a model that was resized in memory"
         )
 
     def deepcopy(_: Any) -> Any:
         raise ConfigError(
-            f"{kind} is spread over {layout.describe()}, and a copy of this rank's part cannot run: build a second one "
-            "with hfscale.from_pretrained(path, parallel=...). To average weights or to restore them later, clone "
-            "model.state_dict()'s tensors on every rank"
+            f"{kind} is spread over {layout.describe()}, and a deep copy of one rank's shards cannot run: build a "
+            "second model with hfscale.from_pretrained(path, parallel=...). To average weights or to restore them "
+            "later, clone model.state_dict()'s tensors on every rank"
         )
 
     def pickled(_: int) -> Any:
@@ -293,7 +293,7 @@ def _warn_of_rounding(runtime: Runtime) -> None:
     quantized = runtime.plan.quantized
     for line in [] if quantized is None else quantized.lines(runtime.plan.by_name)[1:]:
         _log.warning(
-            "%s (so losses differ from the losses of one process by the rounding of these weights)",
+            "%s, so the loss differs from the loss of one process by the rounding of these weights",
             line,
         )
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -331,7 +331,8 @@ def _warn_of_misread_rows(runtime: Runtime) -> None:
     if misread:
         _log.warning(
             "on CPUs this version of bitsandbytes uses wrong scales for 4-bit matrices whose rows are not whole "
-            "blocks of %d values (%s here), in stock models too: results differ from those of a GPU",
+            "blocks of %d values (%s here), in stock models too: results differ from those of a GPU, so do not "
+            "compare the two",
             BLOCK,
             ", ".join(map(str, misread)),
         )

@@ -75,12 +75,13 @@ def check_replicas(
         if saving is None:
             raise ConfigError(f"{cause} Load the model again: the ranks no longer hold one model")
         raise CheckpointError(
-            f"{saving} would write one rank's values: {cause} Nothing was written; check_replicas=False writes the "
-            "first ranks' values anyway"
+            f"{saving} would write the values of one rank, but ranks have different values: {cause} Nothing was "
+            "written; check_replicas=False writes the values of the first ranks anyway"
         )
     if runtime.mesh.is_first:
         _log.warning(
-            "%s The relative difference is only %.0e, which rounding can explain.",
+            "%s The relative difference between the ranks' values is only %.0e, which rounding can explain, so "
+            "no error is raised.",
             _cause(apart),
             drift,
         )

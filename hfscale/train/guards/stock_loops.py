@@ -247,8 +247,9 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     parts = [getattr(parameter, _MARK) for parameter in held if hasattr(parameter, _MARK)]
     if getattr(optimizer, "state_device", None) is None and any(part.on_host for part in parts):
         raise ConfigError(
-            f"the model was built with offload_optimizer=True, and {type(optimizer).__name__} would keep its state "
-            "where the parameters are: make it by hfscale.create_optimizer(model, 'adamw_torch', lr=...)"
+            f"the model was built with offload_optimizer=True, but {type(optimizer).__name__} would keep its state on "
+            "the device of the parameters, not on the host: make the optimizer by hfscale.create_optimizer(model, "
+            "'adamw_torch', lr=...)"
         )
     # Hfscale's own optimizers handle sharded parameters correctly.
     if not getattr(optimizer, "keeps_plain_state", False):
@@ -320,8 +321,9 @@ def _refuse_over_shards(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]
 
 def _refuse(optimizer: torch.optim.Optimizer, part: _Held, why: str) -> None:
     raise ConfigError(
-        f"{type(optimizer).__name__} is not elementwise (tried on two small matrices, full and sharded), and over "
-        f"{part.layout} {why}: its steps would differ from the steps of one process: make {_INSTEAD}"
+        f"{type(optimizer).__name__} is not elementwise (a trial on two small matrices, full and sharded, gave "
+        f"different steps), and over {part.layout} {why}: its steps would differ from the steps of one process: make "
+        f"{_INSTEAD}"
     )
 
 

@@ -62,10 +62,10 @@ class Structure:
         """
         if loss_function_of(self._runtime.model) is not self._loss:
             raise ConfigError(
-                f"model.loss_function was set since {self._spread()}, where ranks have only parts of the logits or of "
-                "the labels: use hfscale.train_step(model, batch, loss_fn=...), which calls your loss with full "
-                "logits; compute_loss_func of hfscale.Trainer; or call the model without labels, and compute your "
-                "loss from its logits"
+                f"model.loss_function was set since {self._spread()}, where ranks have only shards of the logits or "
+                "of the labels, which your loss would get: use hfscale.train_step(model, batch, loss_fn=...), which "
+                "calls your loss with full logits; compute_loss_func of hfscale.Trainer; or call the model without "
+                "labels, and compute your loss from its logits"
             )
         contents = self._runtime.contents
         if (version := contents.version()) != self._accepted:
@@ -78,8 +78,8 @@ class Structure:
     def _check_contents(self) -> None:
         if (changed := self._changed()) is not None:
             raise ConfigError(
-                f"{changed} since {self._spread()}, so no rank would shard it, sum its gradients over ranks, or save "
-                "it: change a model before hfscale.parallelize(model, parallel), change its config before it is "
+                f"{changed} since {self._spread()}, so hfscale would not shard it, sum its gradients over ranks, or "
+                "save it: change a model before hfscale.parallelize(model, parallel), change its config before it is "
                 "loaded (num_hidden_layers=..., tie_word_embeddings=...), or give adapters to "
                 "hfscale.get_peft_model(model, config)"
             )
@@ -116,7 +116,8 @@ class Structure:
             yield
             return
         _log.warning(
-            "%s since %s: the save has the trained model, without this change. Change the saved model instead",
+            "%s since %s: the save has the model that was trained, without this change. To keep the change, make it "
+            "in the saved model",
             changed,
             self._spread(),
         )
@@ -221,7 +222,8 @@ class Structure:
             if everywhere not in self._said:
                 self._said.add(everywhere)
                 _log.warning(
-                    "a hook on %s, and any similar hook, reads and changes only this rank's part (%s): %s",
+                    "a hook on %s, and any similar hook, reads and changes only this rank's shard of the activations "
+                    "(%s): %s",
                     name,
                     self._runtime.mesh.layout.describe(),
                     seen,

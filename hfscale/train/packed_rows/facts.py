@@ -60,9 +60,9 @@ def refuse_lengths_alone(batch: Mapping[str, Any]) -> None:
     lengths = batch.get(LENGTHS[0])
     if isinstance(lengths, Tensor) and len(lengths) > 2 and batch.get("position_ids") is None:
         raise ConfigError(
-            f"{LENGTHS[0]} means that a row holds {len(lengths) - 1} documents, but without position_ids most models "
+            f"{LENGTHS[0]} separates {len(lengths) - 1} documents in a row, but without position_ids most models "
             "continue to count positions from one document to the next: give position_ids too "
-            "(return_position_ids=True)"
+            "(return_position_ids=True of the collator)"
         )
 
 

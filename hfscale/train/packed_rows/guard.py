@@ -63,8 +63,9 @@ def check_packed_rows(
     kinds = {told_apart_by(batch) for batch in batches} - {""} or {"positions"}
     if "axes" in kinds:
         raise ConfigError(
-            "position_ids in time, height and width begin anew within a row, but transformers finds documents only "
-            "by text positions: give [4, rows, tokens] with text positions first, or every document its own row"
+            "position_ids of three axes (time, height and width) begin anew within a row, but transformers finds "
+            "documents only by text positions: give position_ids of shape [4, rows, tokens] with text positions "
+            "first, or give every document its own row"
         )
     told = (batch.get("position_ids", batch.get("attention_mask")) for batch in batches)
     longest = max(
@@ -123,13 +124,14 @@ def _refuse(
         )
     if why:
         told = (
-            "position_ids that begin anew within it"
+            "position_ids that begin anew within the row"
             if kind == "positions"
-            else "a mask, without position_ids"
+            else "a mask without position_ids"
         )
         raise ConfigError(
-            f"documents in one row ({told}) must not affect each other, but in {made.__name__} they do{where} ({why}): "
-            "give every document its own row (packing=False, padding_free=False, data.packing=false, a collator that "
+            f"documents in one row, separated by {told}, must not affect each other, but in {made.__name__} they "
+            f"do{where} ({why}): give every document its own row (packing=False, padding_free=False, "
+            "data.packing=false, a collator that "
             f"pads){'' if kind == 'positions' else ', or give position_ids'}{', or shorter rows' if where else ''}"
         )
 

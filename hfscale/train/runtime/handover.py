@@ -183,7 +183,7 @@ def _refuse(
     if getattr(optimizer, "keeps_plain_state", False):
         raise ConfigError(
             "the optimizer of hfscale.create_optimizer must be made of the model's present parameters, got one made "
-            f"before {first.by}: {remedy}"
+            f"before {first.by}, which replaced parameters: {remedy}"
         )
     gone = next((each for each in found.values() if each.planned is None), None)
     if gone is not None:

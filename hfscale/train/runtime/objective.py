@@ -137,8 +137,8 @@ class OwnLoss(KeepsOutputs):
         language model.
         """
         raise ConfigError(
-            f"token scores and distillation need a causal language model's loss, but {self._name} has another loss: "
-            "use a causal language model"
+            f"hfscale.token_scores, score_loss and distillation need a causal language model's loss, but {self._name} "
+            "has another loss: use a causal language model"
         )
 
     distilling = scoring

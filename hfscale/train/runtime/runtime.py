@@ -585,8 +585,9 @@ def runtime_of(model: nn.Module) -> Runtime:
     runtime = find_runtime(model)
     if runtime is None and not hasattr(model, "config"):
         raise ConfigError(
-            f"{class_name(model)} is no model of transformers, and hfscale parallelizes only those: leave it out of "
-            "this call, and move it to the device yourself; over ranks, average its gradients in the loop"
+            f"{class_name(model)} is not a model of transformers, and hfscale parallelizes only such models: leave it "
+            "out of this call, and move it to the device yourself; over several ranks, average its gradients in the "
+            "training loop"
         )
     if runtime is None:
         raise ConfigError(

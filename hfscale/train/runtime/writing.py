@@ -164,7 +164,8 @@ def warn_of_not_finite(mesh: Mesh, name: str, where: str) -> None:
     unreadable = next(filter(None, mesh.all_gather_object(name)), None)
     if unreadable and is_writer(mesh):
         _log.warning(
-            "%s has NaN or infinity in %s: every loss computed from it is NaN, so resume from an earlier save",
+            "%s has NaN or infinity in %s: every loss computed from this tensor is NaN, so resume from an earlier "
+            "save",
             where,
             unreadable,
         )

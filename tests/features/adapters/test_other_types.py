@@ -403,7 +403,7 @@ REFUSED = {
     "biases beside": (OFTConfig(bias="all", **TARGETS), "bias='all'.* use tp_size=1"),
     "a head as a whole": (
         HRAConfig(target_modules=["q_proj", "lm_head"], **CAUSAL),
-        "projections of the layers .* got lm_head",
+        "attention and MLP blocks, got lm_head",
     ),
     "samples of their own": (PveraConfig(generator_seed=1, **TARGETS), "generator_seed"),
     "shared": (VBLoRAConfig(**TARGETS), "VBLORA .* share matrices"),

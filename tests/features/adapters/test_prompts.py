@@ -408,7 +408,7 @@ WORDS = {
     "saved": "got the prompt alone, which is all that PEFT writes",
     "unloaded": "True",
     "off": "[True, True, False]",
-    "teacher": "has a prompt in front of its tokens",
+    "teacher": "adds a prompt (virtual tokens) before the text",
 }
 
 

@@ -212,8 +212,12 @@ def test_in_tiles_a_layer_holds_no_multiple_of_its_widest_matrix() -> None:
 @pytest.mark.parametrize(
     ("config", "given", "message"),
     [
-        (qwen3_moe(), {}, "routes the tokens of a microbatch together"),
-        (tiny("llama"), {"mixed_precision": "fp8"}, "fp8', which scales whole tensors"),
+        (qwen3_moe(), {}, "distributes all tokens of a microbatch to experts at once"),
+        (
+            tiny("llama"),
+            {"mixed_precision": "fp8"},
+            "fp8', which needs one scale for a whole tensor",
+        ),
     ],
 )
 def test_what_cannot_run_in_tiles_is_refused_with_the_plan(

@@ -132,7 +132,7 @@ def test_experts_stay_as_they_are(package: None) -> None:
         ),
         ("llama", {"use_liger_kernel": "yes"}, "must be True, False or a dict like"),
         ("gpt2", {"use_liger_kernel": True}, "no kernels for gpt2: leave use_liger_kernel out"),
-        ("qwen3", {"use_liger_kernel": True}, "Liger has only the loss"),
+        ("qwen3", {"use_liger_kernel": True}, "Liger replaces only the loss"),
         ("llama", {"use_liger_kernel": True, "dtype": torch.float64}, "dtype=torch.float32"),
     ],
 )

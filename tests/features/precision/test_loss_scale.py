@@ -305,7 +305,7 @@ def test_losses_that_nobody_scales_are_refused() -> None:
     model = hfscale.from_config(config(), mixed_precision="fp16", dtype=torch.float32)
     ids = torch.ones(1, 4, dtype=torch.int64)
     with pytest.raises(
-        ConfigError, match=r"a scaled loss, which only hfscale\.train_step computes"
+        ConfigError, match=r"outside of hfscale\.train_step, which alone scales the loss"
     ):
         model(input_ids=ids, labels=ids)
     with torch.no_grad():

@@ -249,7 +249,7 @@ def test_states_and_checkpoints_are_in_32_bits(tmp_path: Path) -> None:
 def test_what_cannot_be_cast_is_refused() -> None:
     for family in ("xglm", "openai-gpt"):
         with pytest.raises(
-            PlanError, match=f"'bf16_params' cannot be used with '{family}', which widens"
+            PlanError, match=f"'bf16_params' cannot be used with '{family}': this model converts"
         ):
             hfscale.from_config(config_of(family), **CAST)
     with pytest.raises(ConfigError, match="float8= needs mixed_precision='fp8', got 'bf16_params'"):

@@ -226,7 +226,8 @@ def test_a_trainer_logs_them(tmp_path: Path) -> None:
 
 def without_its_masks(source: str, layout: ParallelConfig) -> None:
     with pytest.raises(
-        ConfigError, match=r"needs the masks of model.layers.0, which is not on the last stage"
+        ConfigError,
+        match=r"needs the attention mask of model.layers.0, but this layer is not on the last",
     ):
         loaded(source, layout)
 

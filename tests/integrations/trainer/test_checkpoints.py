@@ -131,7 +131,7 @@ def test_masks_go_on_from_stocks_in_one_process(
         shutil.copyfile(checkpoint / "rng_state.pth", checkpoint / f"rng_state_{process}.pth")
     (checkpoint / "rng_state.pth").unlink()
     run(resumed, start, str(tmp_path / "again"), {})
-    assert "RNG states of 2 processes, and 1 batches are distinct here" in caplog.text
+    assert "RNG states of 2 processes, but this layout has 1 distinct batches" in caplog.text
 
 
 @pytest.mark.parametrize("layout", [{"dp_replicate_size": 2}, DP2])

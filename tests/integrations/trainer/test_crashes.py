@@ -156,12 +156,13 @@ def test_the_newest_whole_checkpoint_is_taken(saved: Path, tmp_path: Path, caplo
         assert resumed_from(True, out, mesh) == str(out / "checkpoint-2"), name
         assert "checkpoint-4 has a damaged" in caplog.text
         with pytest.raises(
-            CheckpointError, match=r"checkpoint-4 cannot be used.*checkpoint-2' is whole"
+            CheckpointError, match=r"checkpoint-4 cannot be used.*checkpoint-2' is complete"
         ):
             resumed_from(str(out / "checkpoint-4"), out, mesh)
     damage(out / "checkpoint-2" / "trainer_state.json")
     with pytest.raises(
-        CheckpointError, match=r"has no complete checkpoint: .*checkpoint-4 .*checkpoint-2 "
+        CheckpointError,
+        match=r"has no complete checkpoint to resume from: .*checkpoint-4 .*checkpoint-2 ",
     ):
         resumed_from(True, out, mesh)
     with pytest.raises(CheckpointError, match="must be a directory"):

@@ -95,7 +95,7 @@ def test_plans_look_at_every_option() -> None:
 
 
 def test_a_module_of_another_kind_is_not_told_to_be_loaded() -> None:
-    with pytest.raises(ConfigError, match="Linear is no model of transformers"):
+    with pytest.raises(ConfigError, match="Linear is not a model of transformers"):
         hfscale.clip_grad_norm_(nn.Linear(2, 2), 1.0)
 
 

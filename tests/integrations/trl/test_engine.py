@@ -180,9 +180,9 @@ def refused(name: str, path: str, out: str) -> str:
     ("name", "advice"),
     [
         ("qlora", "vllm_mode='colocate' without"),
-        ("8 bits", "nf4 alone, and these weights are held in int8"),
+        ("8 bits", "nf4 alone, and this model's weights are in int8"),
         ("from no checkpoint", "hfscale.from_pretrained"),
-        ("resized", "must have its 99 tokens"),
+        ("resized", "must have the model's 99 tokens"),
     ],
 )
 def test_what_an_engine_cannot_be_sent_is_refused(

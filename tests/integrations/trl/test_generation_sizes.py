@@ -65,7 +65,7 @@ def test_a_size_that_does_not_divide_is_refused_by_the_numbers_of_the_user(
     given = {"generation_batch_size": size}
     for message in pools(2).run(sizes_or_refusal, str(tmp_path), "GRPO", 1, given):
         assert f"got {size}: use {max(size // 4, 1) * 4}" in message
-        assert "multiple of the 4 completions" in message
+        assert "multiple of 4, which is" in message
 
 
 def size_of_an_earlier_config(out: str, steps: int) -> Any:

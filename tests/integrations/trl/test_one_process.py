@@ -61,4 +61,4 @@ def refused(path: str, out: str) -> str:
 def test_a_cut_head_is_not_cast(pools: Pools, tmp_path: Path) -> None:
     path = made(tmp_path, False)
     for message in pools(2).run(refused, path, str(tmp_path / "ours")):
-        assert "cast_lm_head_to_fp32=True needs a full head" in message
+        assert "cast_lm_head_to_fp32=True needs the full output head" in message

@@ -210,7 +210,7 @@ def test_what_stages_cannot_do_is_refused(
 
 def test_context_ranks_do_not_generate(pools: Pools, path: str, tmp_path: Path) -> None:
     for message in pools(2).run(refused, path, str(tmp_path), "grpo", {"cp_size": 2}):
-        assert "a part of the sequences" in message
+        assert "only some tokens of each sequence" in message
         assert "tp_size" in message
 
 

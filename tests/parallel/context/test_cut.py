@@ -40,7 +40,7 @@ def test_padding_and_documents_are_known_whole() -> None:
     ("batch", "words"),
     [
         ({"input_ids": IDS[:, :1]}, "sequences of 1 tokens are cut over cp_size=2"),
-        ({"labels": IDS}, "by whose shape it is cut, and has only labels"),
+        ({"labels": IDS}, "whose shape gives its numbers of rows and tokens, got only labels"),
         (
             {"input_ids": IDS, "attention_mask": torch.ones(2, 1, 11, 11)},
             "attention_mask of 4 dims",

@@ -111,7 +111,7 @@ def _divided(directory: str, layout: dict[str, Any] | None) -> list[float]:
         items = [2 * case.count(batch["labels"]) for batch in batches]
         loss = hfscale.train_step(model, batches, num_items_in_batch=items)
         positions = torch.arange(17).expand(3, -1)
-        with pytest.raises(hfscale.ConfigError, match="counts positions by itself"):
+        with pytest.raises(hfscale.ConfigError, match="would ignore the given position_ids"):
             hfscale.train_step(model, {**batches[0], "position_ids": positions})
         _, output = hfscale.eval_step(model, batches[0], return_outputs=True)
         assert output.logits.shape[:2] == (3, 17)
@@ -140,7 +140,9 @@ def test_only_a_mean_over_tokens_is_proved() -> None:
     assert not prove_token_loss(AutoModelForCausalLM.from_config(tiny("llama")))[0]
     with (
         proved_anew(),
-        pytest.raises(hfscale.PlanError, match="mean over tokens, and this loss is another"),
+        pytest.raises(
+            hfscale.PlanError, match="mean over tokens, and the loss of this model is not one"
+        ),
     ):
         hfscale.plan(
             tiny_clone(AutoConfig.for_model("t5")),

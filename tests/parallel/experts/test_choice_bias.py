@@ -78,7 +78,7 @@ def test_a_bias_of_more_than_the_experts_is_named() -> None:
         "num_key_value_heads": 2,
     }
     config = CONFIG_MAPPING["zaya"](**small, vocab_size=67, head_dim=8, intermediate_size=32)
-    with pytest.raises(ConfigError, match=r"balancing_biases has \d+ for \d+ experts"):
+    with pytest.raises(ConfigError, match=r"balancing_biases has \d+ entries for \d+ experts"):
         hfscale.from_config(config, routing=RoutingConfig(bias_update_rate=0.01))
 
 

@@ -170,7 +170,7 @@ def test_a_picture_has_a_map_per_layer(tmp_path: Path, suffix: str) -> None:
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no load to draw"):
+    with pytest.raises(ConfigError, match="no recorded steps to plot"):
         ExpertLoadHistory().plot(tmp_path / "loads.png")
     with pytest.raises(ConfigError, match=r"ending in .png or .svg"):
         _history().plot(tmp_path / "loads.gif")

@@ -319,13 +319,13 @@ def test_refusals() -> None:
     given = others((2, 7, 2), 4, 2)
     refused = {
         r"\[2, 6, 2, 2\] for 2 rows of 7 tokens and 2 layers": given[:, 1:],
-        r"routes\[1, 3, 0\] is \[2, 2\], and must be 2 different of 4": given.index_put(
+        r"routes\[1, 3, 0\] = \[2, 2\] .* give 2 different numbers below 4": given.index_put(
             tuple(map(torch.tensor, (1, 3, 0))), torch.tensor([2, 2])
         ),
-        r"is \[4, 4\]": torch.full_like(given, 4),
-        r"is \[1, -1\]": torch.tensor([1, -1]).expand(2, 7, 2, 2),
+        r"= \[4, 4\]": torch.full_like(given, 4),
+        r"= \[1, -1\]": torch.tensor([1, -1]).expand(2, 7, 2, 2),
         "whole numbers": given.double(),
-        "has 2 tensors for 1 batches": [given, given],
+        "got 2 tensors for 1 batches": [given, given],
         "is a list": [[given]],
     }
     for words, routes in refused.items():
@@ -348,7 +348,7 @@ def test_refusals() -> None:
         num_attention_heads=4,
         vocab_size=67,
     )
-    with pytest.raises(ConfigError, match="takes no routes"):
+    with pytest.raises(ConfigError, match="has no mixture of experts, so routes="):
         step(built(dense), batch, routes=given)
 
 
@@ -357,7 +357,7 @@ def test_a_router_that_does_not_hand_on_its_top_k_is_refused() -> None:
     gate = model.model.layers[1].mlp.gate
     forward = gate.forward
     gate.forward = lambda hidden: (*forward(hidden)[:2], forward(hidden)[2].flip(-1))
-    with pytest.raises(ConfigError, match="not those of one top-k"):
+    with pytest.raises(ConfigError, match="not the result of one top-k"):
         step(model, batch_of(), routes=others((2, 7, 2), 4, 2))
 
 
@@ -410,10 +410,13 @@ def test_routes_of_engines(engine: str) -> None:
 def test_routes_that_do_not_fit_the_rows() -> None:
     model = built(qwen2_moe(decoder_sparse_step=2))
     array = np.zeros((3, 2, 2), dtype=np.int32)
-    with pytest.raises(ConfigError, match="row 1 has 3 tokens, and its routes are of 1"):
+    with pytest.raises(
+        ConfigError,
+        match="row 1 of attention_mask has 3 tokens, but the engine recorded the experts of 1",
+    ):
         hfscale.routes_from_vllm(model, [array, array[:1]], MASK)
     with pytest.raises(ConfigError, match="1 entries for 2 rows"):
         hfscale.routes_from_vllm(model, [array], MASK)
     deep = built(qwen2_moe(decoder_sparse_step=2, num_hidden_layers=4))
-    with pytest.raises(ConfigError, match="routes of 3 layers, and the model has 4"):
+    with pytest.raises(ConfigError, match="the experts of 3 layers, but the model has 4"):
         hfscale.routes_from_vllm(deep, [array[:, [0, 1, 0]], array[:, [0, 1, 0]]], MASK)

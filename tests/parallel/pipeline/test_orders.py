@@ -149,7 +149,7 @@ def test_default_virtual_stages_are_allowed(schedule: str) -> None:
         (("looped_bfs", 4, 8, 1), r"use 2 or more \(with one stage per rank it is gpipe\)"),
         (
             ("interleaved1f1b", 4, 9, 2),
-            r"num_microbatches=9 does not divide into the 2 rounds .*: use 8 or 10",
+            r"num_microbatches=9 does not divide into 2 groups .*: use 8 or 10",
         ),
         (("interleaved_zero_bubble", 4, 13, 2), r"use 12 or 15"),
         (

@@ -215,7 +215,7 @@ def test_layers_that_share_a_tensor_are_not_sharded_apart() -> None:
     assert build_plan(model, ParallelConfig(tp_size=2))
     (problem,) = _problems(model, dp_shard_size=2)
     assert (
-        "model.layers.* shares model.layers.*.mlp.up_proj.weight with another part of the model"
+        "model.layers.* shares the tensor model.layers.*.mlp.up_proj.weight with a module outside"
         in problem
     )
 
@@ -292,11 +292,11 @@ def test_a_projection_that_is_none_is_refused_once_for_all_layers(
     problems = _problems(_model("llama"), tp_size=2)
     assert len(problems) == 2
     assert (
-        "model.layers.*.mlp.act_fn should be a projection (nn.Linear or Conv1D) and is SiLU"
+        "model.layers.*.mlp.act_fn is a projection (nn.Linear or Conv1D), but it is SiLU"
         in problems[0]
     )
     assert (
-        "model.layers.*.mlp.side_proj should be a projection (nn.Linear or Conv1D) and is nothing"
+        "model.layers.*.mlp.side_proj is a projection (nn.Linear or Conv1D), but it is nothing"
         in problems[1]
     )
 
@@ -306,7 +306,7 @@ def test_parts_that_do_not_divide_are_refused(monkeypatch: pytest.MonkeyPatch) -
     _with_blueprint(monkeypatch, mlp=block)
     (problem,) = _problems(_model("llama"), tp_size=2)
     assert (
-        "fuses 3 equal matrices in model.layers.*.mlp.up_proj.weight, which has 50 entries"
+        "3 equal matrices are fused in model.layers.*.mlp.up_proj.weight, but its 50 entries"
         in problem
     )
 
@@ -317,7 +317,7 @@ def test_a_parameter_inside_a_block_without_a_role_is_refused() -> None:
     for layer in model.model.layers:
         layer.mlp.scale = nn.Parameter(torch.ones(1, device="meta"))
     (problem,) = _problems(model, tp_size=2)
-    assert "model.layers.*.mlp.scale is inside a block whose blueprint gives it no role" in problem
+    assert "model.layers.*.mlp.scale is inside a sharded block, but the blueprint" in problem
     assert build_plan(model, ParallelConfig(dp_shard_size=2))
 
 

@@ -151,6 +151,7 @@ def test_attention_that_does_not_say_how_queries_share_is_refused(
         layer.self_attn.num_key_value_heads = 2
         del layer.self_attn.num_key_value_groups
     with pytest.raises(
-        PlanError, match="name its count of key/value heads in the blueprint's local_attributes"
+        PlanError,
+        match="name the attribute that counts key/value heads in local_attributes of the blueprint",
     ):
         build_plan(model, ParallelConfig(tp_size=4))

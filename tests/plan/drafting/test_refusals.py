@@ -50,7 +50,7 @@ BART = {"decoder_start_token_id": 2, "pad_token_id": 1, "eos_token_id": 3}
             lambda: tiny_clone(AutoConfig.for_model("mixtral"), output_router_logits=True),
             {"tp_size": 2},
             {},
-            "config's output_router_logits=True adds a loss on the router .* set it to False, or use tp_size=1",
+            "config's output_router_logits=True adds a loss on the router .* set this option to False, or use",
         ),
     ],
     ids=["several streams", "what another layer computed", "router loss"],

@@ -50,7 +50,7 @@ def _probe(
 @pytest.mark.parametrize("axis", ["dp_shard_size", "dp_replicate_size"])
 def test_a_head_of_which_each_rank_has_another_gradient(pools: Pools, axis: str) -> None:
     for said in pools(2).run(_probe, {axis: 2}, "plain"):
-        assert "others with the same gradient on every rank of" in said
+        assert "others whose gradient is the same on every rank of" in said
 
 
 @pytest.mark.parametrize(

@@ -41,11 +41,11 @@ def change(layout: dict[str, int]) -> list[str]:
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"dp_shard_size": 2}])
 def test_of_several_ranks(pools: Pools, layout: dict[str, int]) -> None:
     for resize, deepcopy, averaged in pools(2).run(change, layout):
-        assert "resize_token_embeddings(72) would make this" in resize
+        assert "resize_token_embeddings(72) cannot be called on this" in resize
         assert (
             "hfscale.from_pretrained(directory, parallel=..., resize_token_embeddings=72)" in resize
         )
-        assert "build a second one with hfscale.from_pretrained" in deepcopy
+        assert "build a second model with hfscale.from_pretrained" in deepcopy
         assert averaged == deepcopy
 
 
@@ -77,7 +77,8 @@ def test_one_process_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     model = hfscale.from_config(tiny("llama"))
     ids = torch.arange(12).repeat(2, 1)
     with pytest.raises(
-        ConfigError, match=r"resize_token_embeddings\(72\) would make this LlamaForCausalLM"
+        ConfigError,
+        match=r"resize_token_embeddings\(72\) cannot be called on this LlamaForCausalLM",
     ):
         model.resize_token_embeddings(72)
     losses: list[Any] = []

@@ -146,7 +146,8 @@ def test_a_save_writes_what_was_trained_and_warns_of_changes(
     for warnings in said:
         assert len(warnings) >= len(CHANGED_BEFORE_A_SAVE) - 1
         assert all(
-            "the save has the trained model, without this change" in warning for warning in warnings
+            "the save has the model that was trained, without this change" in warning
+            for warning in warnings
         )
 
 
@@ -218,7 +219,7 @@ def test_a_hook_that_sees_a_part_is_named_once(
         else:
             assert len(said) == 1, said
             assert (
-                f"a hook on {where}, and any similar hook, reads and changes only this rank's part"
+                f"a hook on {where}, and any similar hook, reads and changes only this rank's shard"
                 in said[0]
             )
             assert seen in said[0]

@@ -194,7 +194,7 @@ def test_lengths_of_documents_without_positions_are_refused() -> None:
         AutoModelForCausalLM.from_config(tiny("llama")).train(), ParallelConfig()
     )
     batch = _packed(cu_seq_lens_q=torch.tensor([0, 5, 12], dtype=torch.int32))
-    with pytest.raises(ConfigError, match=r"holds 2 documents.*give position_ids too"):
+    with pytest.raises(ConfigError, match=r"separates 2 documents.*give position_ids too"):
         hfscale.train_step(
             model, {name: value for name, value in batch.items() if name != "position_ids"}
         )

@@ -93,10 +93,10 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("mistral", {"sliding_window": 3}, "positions", ""),
     ("gpt2", {"n_positions": 6}, "positions", ""),
     ("gpt_neo", {"max_position_embeddings": 8}, "positions", r"in rows of more than 8 tokens"),
-    ("qwen2_vl", {}, "axes", "in time, height and width begin anew"),
+    ("qwen2_vl", {}, "axes", r"time, height and width\) begin anew"),
     ("qwen2_vl", {}, "four axes", ""),
     ("llama", {}, "mask", ""),
-    ("gpt2", {}, "mask", "a mask, without position_ids.*or give position_ids"),
+    ("gpt2", {}, "mask", "a mask without position_ids.*or give position_ids"),
     ("llama", _dynamic(8), "mask", r"in rows of more than 8 tokens \(max_position_embeddings\)"),
     ("minimax", {}, "positions", "they do"),
 ]

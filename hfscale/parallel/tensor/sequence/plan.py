@@ -102,8 +102,8 @@ def _region(
     odd = entry["odd"].get(owner)
     if around and before is None:
         draft.problem(
-            f"sequence_parallel=True needs to know which of {', '.join(map(wild_name, around))} come before the "
-            f"layers, and {type(draft.model).__name__} cannot be traced ({entry['failure']}): use "
+            f"sequence_parallel=True needs to know which of {', '.join(map(wild_name, around))} run before the "
+            f"layers, but the forward pass of {type(draft.model).__name__} cannot be traced ({entry['failure']}): use "
             "sequence_parallel=False"
         )
         return None

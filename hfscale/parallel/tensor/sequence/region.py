@@ -142,8 +142,8 @@ class SequencePasses:
             if len(kinds) == 1 or x.shape[TOKENS] == length:
                 return passing
         raise ConfigError(
-            f"sequence_parallel=True: a layer is recomputed for {x.shape[TOKENS]} tokens of this rank, and no forward "
-            "pass had so many: run the forward pass again before the backward pass"
+            f"sequence_parallel=True: a layer is recomputed for {x.shape[TOKENS]} tokens of this rank, but no forward "
+            "pass that waits for its backward pass had so many: run the forward pass again before the backward pass"
         )
 
 
@@ -238,9 +238,9 @@ class SequenceRegion:
             lengths = [current.samples * length for length in lengths]
         if x.shape[_dim(x)] != (sum(lengths) if whole else lengths[self.rank]):
             raise ConfigError(
-                f"sequence_parallel=True: a block under {self.plan.owner!r} got {x.shape[_dim(x)]} tokens, but "
-                f"{current.total} tokens per sample are sharded into {lengths}, so this model family does not support "
-                "sequence parallelism: use sequence_parallel=False"
+                f"sequence_parallel=True: a block inside of {self.plan.owner!r} got {x.shape[_dim(x)]} tokens on this "
+                f"rank, but {current.total} tokens per sample are sharded over tensor ranks into {lengths}, so this "
+                "model family does not support sequence parallelism: use sequence_parallel=False"
             )
         return lengths
 
@@ -400,9 +400,9 @@ class SequenceRegion:
             self._open = False
         if self.cut and not self._recomputes_layers:
             raise ConfigError(
-                f"sequence_parallel=True: {self.plan.owner!r} returned without calling {self.plan.exit!r}, after which "
-                "the hidden states are gathered, so this model family does not support sequence parallelism: use "
-                "sequence_parallel=False"
+                f"sequence_parallel=True: the forward pass of {self.plan.owner!r} ended without a call of "
+                f"{self.plan.exit!r}, after which the sharded hidden states are gathered, so this model family does "
+                "not support sequence parallelism: use sequence_parallel=False"
             )
 
 
