@@ -125,7 +125,10 @@ def refused_under_way(directory: str) -> list[str]:
 def test_microbatches_under_way_are_not_lost_silently(pools: Pools, tmp_path: Path) -> None:
     for messages in pools(2).run(refused_under_way, str(tmp_path / "state")):
         for message, call in zip(messages, ("save_state", "load_state"), strict=True):
-            assert f"{call} would lose the microbatches that pipedream_2bw has in flight" in message
+            assert (
+                f"{call} would lose the gradients of the microbatches that pipedream_2bw has in flight"
+                in message
+            )
             assert "hfscale.drain(model)" in message
 
 

@@ -280,7 +280,7 @@ def test_scales_that_are_no_blocks(tmp_path: Path) -> None:
 def test_codes_without_scales(tmp_path: Path) -> None:
     codes = torch.zeros(48, 96).to(torch.float8_e4m3fn)
     with pytest.raises(
-        CheckpointError, match=r"m\.weight is stored in float8_e4m3fn and has no scales beside it"
+        CheckpointError, match=r"m\.weight is stored in float8_e4m3fn without scales"
     ):
         opened(tmp_path, StoredWeight({".weight": codes}, lambda dtype: codes.to(dtype)), FP8)
 

@@ -101,7 +101,7 @@ def test_what_a_rank_holds_in_training(llama: str, capsys: pytest.CaptureFixture
     assert main(["plan", llama, "--optimizer", "adamw_8bit", "--gpu", "0.0001"]) == 0
     assert "fits 0.0001 GB: no, 0.0 GB, most of it" in capsys.readouterr().out
     assert "q_prj" in _refused(capsys, "plan", llama, "--lora", "q_prj")
-    assert "with --lora, got 4" in _refused(capsys, "plan", llama, "--rank", "4")
+    assert "needs --lora, got --rank 4" in _refused(capsys, "plan", llama, "--rank", "4")
     assert "--tokens 0 is no number of tokens" in _refused(capsys, "plan", llama, "--tokens", "0")
 
 
@@ -230,7 +230,7 @@ def test_a_hub_that_is_away_is_not_waited_for(
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("hfscale._compat.hub.getproxies", dict)
     message = _refused(capsys, "plan", "nobody/nothing")
-    assert "nobody/nothing is no directory here, and the Hub cannot be reached for it" in message
+    assert "nobody/nothing is neither a directory nor in the cache of the Hub" in message
     with pytest.raises(CheckpointError, match="the Hub cannot be reached"):
         hfscale.from_pretrained("nobody/nothing")
 

@@ -95,7 +95,7 @@ def test_expert_ranks_are_ranks_of_the_other_axes(sizes: tuple[int | None, ...])
         ),
         (
             {"ep_size": 4, "dp_shard_size": 6},
-            "ep_size=4 needs the tensor ranks of 4 .* use ep_size 1, 2, 3, 6, or",
+            "ep_size=4 spreads experts over the tensor ranks of 4 .* use ep_size 1, 2, 3, 6, or",
         ),
         (
             {"ep_size": 4, "dp_shard_size": 3, "dp_replicate_size": 2},
@@ -191,7 +191,10 @@ def test_stage_layers(given: object, monkeypatch: pytest.MonkeyPatch) -> None:
         ([5, 0, 6], r"stage_layers\[1\]=0 is invalid: use a whole number of at least 1"),
         ([5, 1.5, 6], r"stage_layers\[1\]=1\.5 is invalid"),
         ("5,many,6", r"stage_layers\[1\]='many' is invalid"),
-        (5, r"stage_layers=5 is invalid: use one whole number per stage, as in \[5, 6, 6, 5\]"),
+        (
+            5,
+            r"stage_layers=5 is invalid: pass the number of layers of each stage, as in \[5, 6, 6, 5\]",
+        ),
     ],
 )
 def test_impossible_stage_layers(given: object, message: str) -> None:

@@ -399,7 +399,7 @@ def test_says_that_nothing_was_measured(caplog: pytest.LogCaptureFixture) -> Non
     (batch,) = batches(0, 1, 0, 1, rows="plain")
     hfscale.train_step(model, batch)
     optimizer.step()
-    assert "qk_clip has measured no attention since the last step" in caplog.text
+    assert "qk_clip has measured no attention scores since the last step" in caplog.text
 
 
 def test_scores_follow_exactly() -> None:
@@ -481,6 +481,7 @@ def without_rows() -> str:
 
 def test_refusals_of_ranks(pools: Pools) -> None:
     assert all(
-        "'pipedream' reads scores of old weights" in told for told in pools(2).run(asynchronous)
+        "'pipedream' would read attention scores of older weights" in told
+        for told in pools(2).run(asynchronous)
     )
     assert "has no rows for qk_clip" in pools(2).run(without_rows)[1]

@@ -82,7 +82,9 @@ def test_transfers_take_their_time(capsys: pytest.CaptureFixture[str]) -> None:
     with_transfers = _run(capsys, *argv, "--transfer", "0.5")
     assert "bubble 100.0 % of the work" in without
     assert "bubble 133.3 % of the work" in with_transfers  # two transfers, each half a forward pass
-    assert "must be a time of at least 0, got -1" in _refused(capsys, *argv, "--transfer", "-1")
+    assert "must be a time of at least 0 (1 is the time of one forward pass), got -1" in _refused(
+        capsys, *argv, "--transfer", "-1"
+    )
 
 
 @pytest.mark.parametrize("width", [30, 47, 60, 200])
@@ -225,4 +227,6 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert "is not a trace" in _refused(capsys, "--trace", str(tmp_path / "none.json"))
     (tmp_path / "empty.json").write_text(json.dumps({"traceEvents": []}))
-    assert "has no actions" in _refused(capsys, "--trace", str(tmp_path / "empty.json"))
+    assert "has no forward or backward actions" in _refused(
+        capsys, "--trace", str(tmp_path / "empty.json")
+    )

@@ -109,7 +109,7 @@ def make_staging(target: Path, staging: Path) -> DirectoryLock:
     """Make and lock an empty directory ``staging`` for a new ``target``; remove leftovers of killed processes."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(
-            f"{target} is a file, and a directory is to be written there: use another path"
+            f"{target} is a file, and a directory is to be written to this path: use another path"
         )
     staging.parent.mkdir(parents=True, exist_ok=True)
     for left in staging.parent.glob(f".{escape(target.name)}.????????.discarded"):

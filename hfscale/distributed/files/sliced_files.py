@@ -27,7 +27,7 @@ def open_slices(directory: Path) -> dict[str, TensorOnDisk]:
             if len(begin) != len(tensor.shape) or min(begin, default=0) < 0:
                 raise _damaged(
                     file,
-                    f"offsets {list(begin)} of {name}, whose slice has the shape {list(tensor.shape)}",
+                    f"the offsets {list(begin)} of {name}, whose slice has the shape {list(tensor.shape)}",
                 )
             pieces.setdefault(name, []).append((begin, tensor))
     return {name: _whole(directory, name, each) for name, each in pieces.items()}

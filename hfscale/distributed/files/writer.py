@@ -113,12 +113,14 @@ class CheckpointWriter:
         """
         if name not in self._missing:
             raise CheckpointError(
-                f"{name} was written already, or is not part of this checkpoint: add each announced tensor once"
+                f"{name} was written already, or is not among the tensors that this checkpoint was opened with: add "
+                "each of these tensors once"
             )
         expected = self._missing[name]
         if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
             raise CheckpointError(
-                f"{name} was announced as {_describe(expected)} and arrived as {_describe(tensor)}"
+                f"{name} must be added as {_describe(expected)}, as it was listed when the checkpoint was opened, got "
+                f"{_describe(tensor)}: convert it first"
             )
         path, place = self._places[name]
         with path.open(
@@ -131,7 +133,10 @@ class CheckpointWriter:
     def finish(self) -> None:
         """Write the index, if there are several files; raise :class:`CheckpointError` if a tensor was never written."""
         if self._missing:
-            raise CheckpointError(f"these tensors were not written: {', '.join(self._missing)}")
+            raise CheckpointError(
+                f"these tensors were not written: {', '.join(self._missing)}: add them before the checkpoint is "
+                "finished"
+            )
         if self._index is not None:
             (self.directory / INDEX).write_text(
                 json.dumps(self._index, indent=2, sort_keys=True) + "\n"

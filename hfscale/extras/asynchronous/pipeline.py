@@ -183,8 +183,8 @@ class AsynchronousPipeline(Pipeline):
             self._trained = self._what_trains()
         elif self._trained != self._what_trains():
             raise ConfigError(
-                "requires_grad of parameters changed while microbatches are in flight: take their gradients first (for "
-                "loss in hfscale.drain(model): optimizer.step())"
+                "requires_grad of parameters changed while microbatches are in flight: finish these microbatches "
+                "first (for loss in hfscale.drain(model): optimizer.step())"
             )
         self._trains, self._losses, (worker,) = True, [], self.workers
         self._tell_workers(backward=True)

@@ -53,8 +53,8 @@ class GgufSource(FileWithConfig):
             return self
         if tells:
             _log.warning(
-                "%s: every rank reads all of this file, since its architecture (%s) is not one that is read by "
-                "slices: %s",
+                "%s: every rank reads the whole file, because hfscale cannot read its architecture (%s) in slices, "
+                "only these: %s",
                 self.file,
                 architecture,
                 ", ".join(BY_SLICES),
@@ -151,7 +151,7 @@ def _alone(directory: Path) -> Path | None:
     files = _files_in(directory)
     if len(files) > 1:
         raise errors.CheckpointError(
-            f"{directory} must hold one GGUF file to be read by itself, got {len(files)} ({files[0].name}, for one): "
-            "name one, gguf_file=, or give its path"
+            f"{directory} must hold exactly one GGUF file, got {len(files)} ({files[0].name}, for example): name the "
+            "file with gguf_file=, or give its path"
         )
     return files[0] if files else None

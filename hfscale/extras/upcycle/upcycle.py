@@ -120,6 +120,6 @@ def _check_class(source: Any, config: PreTrainedConfig) -> None:
     kinds = [type(source).__name__] if in_memory else config.architectures or []
     if not all(kind.endswith("ForCausalLM") for kind in kinds):
         raise ConfigError(
-            f"a {kinds[0]} cannot be upcycled, only causal language models: save it as one, with "
+            f"a {kinds[0]} cannot be upcycled, because only causal language models can: save the model as one, with "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
         )

@@ -189,7 +189,7 @@ def test_a_tensor_that_is_not_the_announced_one_is_refused(tmp_path: Path) -> No
         writer.add("t", torch.ones(3))  # it would overwrite its neighbour
     with pytest.raises(CheckpointError, match=r"arrived as \(2,\) of torch.int32"):
         writer.add("t", torch.ones(2, dtype=torch.int32))
-    with pytest.raises(CheckpointError, match="u was written already, or is not part"):
+    with pytest.raises(CheckpointError, match="u was written already, or is not among"):
         writer.add("u", torch.ones(2))
     writer.add("t", torch.ones(2))
     with pytest.raises(CheckpointError, match="t was written already"):
