@@ -282,7 +282,11 @@ def test_distributed_by_the_host_at_once(name: str, value: Any, saved: str) -> N
 
 
 def test_a_report_beside_the_model(saved: str) -> None:
-    words = ("output_loading_info=True would return a pair", "leave it out", "are printed")
+    words = (
+        "output_loading_info=True would return a pair",
+        "leave output_loading_info out",
+        "are printed",
+    )
     _says(ConfigError, lambda: hfscale.from_pretrained(saved, output_loading_info=True), *words)
 
 

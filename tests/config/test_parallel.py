@@ -83,7 +83,7 @@ def test_expert_ranks_are_ranks_of_the_other_axes(sizes: tuple[int | None, ...])
     [
         (
             {"ep_size": 3, "tp_size": 2},
-            "ep_size=3 does not fit tp_size=2: .* use a multiple of 2, or expert_tp_size=2",
+            "ep_size=3 does not fit tp_size=2, .* use a multiple of 2, or expert_tp_size=2",
         ),
         (
             {"ep_size": 2, "tp_size": 4, "expert_tp_size": 2},
@@ -91,7 +91,7 @@ def test_expert_ranks_are_ranks_of_the_other_axes(sizes: tuple[int | None, ...])
         ),
         (
             {"ep_size": 2, "expert_tp_size": 2},
-            r"expert_tp_size=2 is invalid with tp_size=1: use 1 \(whole experts\)$",
+            r"expert_tp_size=2 is invalid with tp_size=1: use 1 \(each expert whole on one rank\)$",
         ),
         (
             {"ep_size": 4, "dp_shard_size": 6},
