@@ -179,7 +179,7 @@ class AsynchronousPipeline(Pipeline):
             )
         self._send_report()
         if not self._calls:
-            self._set_training_stages()
+            self._set_training_stages(backward=True)
             self._trained = self._what_trains()
         elif self._trained != self._what_trains():
             raise ConfigError(
