@@ -385,7 +385,9 @@ def test_what_commands_find_is_there_as_json(
     assert main([*again, "--num-experts", "4", "--max-shard-size", "1MiB", "--overwrite"]) == 0
     capsys.readouterr()
     again[-1] = again[-2]
-    assert "must not be MODEL, which is read" in _refused(capsys, *again, "--overwrite")
+    assert "must not be the directory that is read as MODEL" in _refused(
+        capsys, *again, "--overwrite"
+    )
 
 
 def test_with_debug_an_error_is_raised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -356,7 +356,7 @@ def _copy_of_a_block(start: str) -> str:
 
 def test_copies_of_blocks_are_refused(pools: Pools, start: str) -> None:
     assert all(
-        "modules_to_save='mlp' is or holds" in message
+        "modules_to_save='mlp' is or contains" in message
         for message in pools(2).run(_copy_of_a_block, start)
     )
 

@@ -292,7 +292,7 @@ REFUSED = {
     "head": (
         lambda key: "lm_head" in key,
         None,
-        "trained with 70 tokens, and has no lm_head.weight",
+        "trained with a vocabulary of 70 tokens, but has no lm_head.weight",
     ),
 }
 

@@ -249,7 +249,7 @@ def _of_shared_values(start: str) -> str:
 
 def test_adapters_of_shared_values_stand_alone(pools: Pools, start: str) -> None:
     for told in pools(2).run(_of_shared_values, start):
-        assert "their own parameters alone, got 'default' of VeraConfig" in told
+        assert "their own parameters alone, got the adapter 'default' of VeraConfig" in told
 
 
 def test_what_cannot_be_had_is_refused_and_the_model_goes_on(pools: Pools, start: str) -> None:
@@ -259,7 +259,7 @@ def test_what_cannot_be_had_is_refused_and_the_model_goes_on(pools: Pools, start
         "different peft types",
         "'no_proj', which matches nothing",
         "must have no trainable_token_indices",
-        "must share one base, got 'b' with init_lora_weights='pissa'",
+        "must share one base, got the adapter 'b' with init_lora_weights='pissa'",
         "no adapter_config.json",
         "only adapter of a model that is sharded over ranks",
         "Adapter b does not exist",
