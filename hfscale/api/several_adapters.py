@@ -125,8 +125,8 @@ def _adapters_of(runtime: Runtime, by: str) -> Adapters:
     adapters = runtime.adapters
     if not isinstance(adapters, Adapters):
         raise ConfigError(
-            f"{by} needs a model with adapters, but this model's adapters were merged or unloaded: call "
-            "hfscale.get_peft_model"
+            f"{by} needs a model with adapters, but this model's adapters were merged or unloaded: add adapters again "
+            "with hfscale.get_peft_model"
         )
     return adapters
 

@@ -220,7 +220,7 @@ class _Found:
             name for name, kind in kinds.items() if not isinstance(dict(contents).get(name), kind)
         ]:
             raise CheckpointError(
-                f"{path} is damaged, because it has no {' and no '.join(wrong)}: use another state"
+                f"{path} is damaged, because it lacks {' and '.join(wrong)}: use another state"
             )
         return contents
 

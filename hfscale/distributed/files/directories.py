@@ -35,7 +35,8 @@ class DirectoryLock:
         except BlockingIOError as error:
             self.release()
             raise CheckpointError(
-                f"another job is writing {path} at this moment: give each job a directory of its own"
+                f"another job is writing {path} at this moment: give each job a directory of its own, or wait until "
+                "the other job has ended"
             ) from error
         except OSError:  # for example on NFS
             self.held = False

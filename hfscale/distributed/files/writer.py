@@ -170,7 +170,8 @@ def in_order(contents: Mapping[str, Any]) -> list[tuple[str, Any]]:
     for name, tensor in contents.items():
         if tensor.dtype not in NAMES:
             raise CheckpointError(
-                f"{name} has the dtype {tensor.dtype}, which safetensors files cannot hold: convert it to another dtype"
+                f"{name} has the dtype {tensor.dtype}, which safetensors files cannot hold: convert this tensor to "
+                "another dtype"
             )
     places = {name: place for place, name in enumerate(_ORDER)}
     return sorted(

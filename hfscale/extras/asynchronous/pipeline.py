@@ -175,7 +175,7 @@ class AsynchronousPipeline(Pipeline):
         if self._broken:
             raise ConfigError(
                 f"an earlier call of train_step under {self._layout.pipeline_schedule} was interrupted by an error, so "
-                "the microbatches in flight are lost: build the model again"
+                "the gradients of its unfinished microbatches are lost: build the model again"
             )
         self._send_report()
         if not self._calls:

@@ -142,7 +142,8 @@ def _named(path: str | os.PathLike[str], kwargs: Mapping[str, Any]) -> Path | No
         return Path(str(found))
     if not (directory / name).is_file():
         raise errors.CheckpointError(
-            f"gguf_file={str(name)!r} must be a file in {directory}, but is none: give the name of one, or its path"
+            f"gguf_file={str(name)!r} must be a file in {directory}, but no such file exists: give the name of a file "
+            "in this directory, or the path of a file"
         )
     return directory / name
 

@@ -95,7 +95,8 @@ def _write(job: Upcycling, target: Path, max_shard_size: str | int) -> Path:
         )
     if source is not None and target.resolve() == source.resolve():
         raise ConfigError(
-            f"{target} holds the dense model, which would be overwritten: name another directory"
+            f"{target} holds the dense model, which would be overwritten: name another directory for the mixture of "
+            "experts"
         )
     with atomic_directory(target, stale=STALE) as staging:
         writer = CheckpointWriter(staging.path, job.contents(), max_shard_size)

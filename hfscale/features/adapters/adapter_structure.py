@@ -30,7 +30,7 @@ def wrap(model: Any, config: Any, name: str, autocast: bool = True, beside: bool
     except (ValueError, TypeError, NotImplementedError) as error:
         around = class_name(peft.adapted_model(model))
         raise ConfigError(
-            f"PEFT cannot apply {type(config).__name__} to {around}: {error}"
+            f"PEFT cannot apply {type(config).__name__} to {around}: {error}: correct the PEFT config"
         ) from error
 
 

@@ -81,8 +81,8 @@ def check_prefix(config: Any, plan: Plan) -> None:
     planned = recomputed(plan)
     if config.is_prompt_learning and is_prefix(config) and (planned.layers or planned.modules):
         raise ConfigError(
-            f"{type(config).__name__} must be read once in each pass, but recomputation would add its keys twice: "
-            "leave recompute out"
+            f"{type(config).__name__} must be read once in each pass, but recomputation would add the prefix's "
+            "keys twice: leave recompute out"
         )
 
 

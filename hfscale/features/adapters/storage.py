@@ -270,7 +270,8 @@ def check_over_quantized(config: Any, quantized: QuantizedPlan, batch_world: int
     method = getattr(config.peft_type, "value", config.peft_type)
     if method in _OF_PLAIN_WEIGHTS:
         raise ConfigError(
-            f"{method} needs weights of 16 or 32 bits, but the model's weights have {bits} bits: use LoRA or IA3"
+            f"{method} needs weights of 16 or 32 bits, but the model's weights have {bits} bits: use LoRA or IA3, or "
+            "load the model without quantization"
         )
     init = getattr(config, "init_lora_weights", True)
     if isinstance(init, str) and init not in ("gaussian", "orthogonal"):
@@ -415,8 +416,9 @@ def _by_parameter(
     extra = sorted(stored.keys() - keys.keys())
     if missing or extra:
         raise CheckpointError(
-            f"{path} does not fit this model: it lacks {len(missing)} of {len(own)} tensors ({missing[:3]}) and has "
-            f"{len(extra)} unexpected ones ({extra[:3]}): load it onto the model that it was trained on"
+            f"{path} does not fit this model, because it lacks {len(missing)} of the model's {len(own)} adapter "
+            f"tensors ({missing[:3]}) and has {len(extra)} unexpected ones ({extra[:3]}): load it onto the model that "
+            "it was trained on"
         )
     return tensors
 
