@@ -261,7 +261,7 @@ def layout_of(arguments: argparse.Namespace) -> "ParallelConfig":
         ]
         if given and layout.asked(axis) == 1:
             raise ConfigError(
-                f"{', '.join(given)} has an effect only with several {axes[f'--{axis}']}: give --{axis} 2 or more as "
+                f"{', '.join(given)} can be used only with several {axes[f'--{axis}']}: give --{axis} 2 or more as "
                 "well"
             )
     check_layout(layout)

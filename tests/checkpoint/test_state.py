@@ -198,7 +198,9 @@ def test_refusals(tmp_path: Path) -> None:
     other = hfscale.from_config(tiny("gpt2", n_embd=16))
     with pytest.raises(CheckpointError, match="that this model lacks"):
         hfscale.load_state(other, tmp_path / "state")
-    with pytest.raises(CheckpointError, match=r"in torch.float32 and this model in torch.bfloat16"):
+    with pytest.raises(
+        CheckpointError, match=r"in torch.float32, but this model has it in torch.bfloat16"
+    ):
         hfscale.load_state(start({}, 0)[0].to(torch.bfloat16), tmp_path / "state")
     with pytest.raises(CheckpointError, match="dataloader=list has no state_dict"):
         hfscale.save_state(model, tmp_path / "state", dataloader=[])

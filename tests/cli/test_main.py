@@ -208,7 +208,10 @@ def test_a_pipeline_of_one_stage_is_refused(llama: str, capsys: pytest.CaptureFi
     message = _refused(
         capsys, "plan", llama, "--tp", "2", "--schedule", "gpipe", "--microbatches", "4"
     )
-    assert "--schedule, --microbatches needs several pipeline stages: give --pp 2" in message
+    assert (
+        "--schedule, --microbatches can be used only with several pipeline stages: give --pp 2"
+        in message
+    )
 
 
 def test_an_impossible_size(llama: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -194,7 +194,7 @@ def made_or_explained(source: str) -> Iterator[None]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            f"no config could be read from {source}: {reason}: give a directory with a valid config.json, or a Hub id"
+            f"no config could be read from {source}, which must have a valid config.json or be a Hub id: {reason}"
         ) from error
 
 

@@ -165,7 +165,7 @@ def _header(file: FileIO) -> tuple[dict[str, Any], int]:
     length = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
     if not 2 <= length <= min(size - 8, _MOST_HEADER):
         raise ValueError(
-            f"its header has an impossible length of {length} bytes in a file of {size} bytes"
+            f"it claims to have a header of {length} bytes, but has {size} bytes in all"
         )
     header: dict[str, Any] = json.loads(
         os.pread(file.fileno(), length, 8), object_pairs_hook=_each_once
