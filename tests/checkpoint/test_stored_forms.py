@@ -287,7 +287,9 @@ def test_codes_without_scales(tmp_path: Path) -> None:
 
 def test_words_of_another_width(tmp_path: Path) -> None:
     weight = integers(3)(torch.randn(48, 96))
-    with pytest.raises(CheckpointError, match="m has 9 words per row for 96 numbers of 4 bits"):
+    with pytest.raises(
+        CheckpointError, match="m has 9 32-bit words per row for 96 numbers of 4 bits"
+    ):
         opened(tmp_path, weight, CASES["4 bits"][0])
 
 

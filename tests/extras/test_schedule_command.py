@@ -156,7 +156,7 @@ def test_planned_above_measured(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert lines[4].startswith("measured: 1f1b, p = 2, m = 4, bubble ")
     assert "seconds" in (tmp_path / "t.svg").read_text()
     message = _refused(capsys, "--trace", str(tmp_path / "t.json"), "--pp", "4")
-    assert "has 2 ranks, but the plan 4: use --pp 2" in message
+    assert "on 2 pipeline ranks, but the plan has 4: use --pp 2" in message
 
 
 def test_one_of_several_recorded_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
