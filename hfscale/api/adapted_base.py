@@ -121,7 +121,7 @@ class AdaptedBase:
         }
         other = next((key for key in self.trained if key not in factors), None)
         if other is not None:
-            tokens = "" if self.tokens is None else f", with {self.tokens} tokens"
+            tokens = "" if self.tokens is None else f", and a vocabulary of {self.tokens} tokens"
             raise ConfigError(
                 f"{self.directory} must contain only low-rank factors to be served by an inference engine, got "
                 f"{other}, a weight of the model itself{tokens}: merge the adapter into its base instead (hfscale "

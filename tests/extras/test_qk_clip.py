@@ -441,7 +441,7 @@ def test_refusals() -> None:
     refused("normalizes, clips", tiny_clone(OlmoConfig(clip_qkv=8.0)))
     refused("has no linear layers q_proj and k_proj", tiny("gpt2"))
     refused("has no linear layers q_proj and k_proj", tiny_clone(DeepseekV3Config()))
-    refused("no tiny BloomForCausalLM attends", tiny_clone(BloomConfig()))
+    refused("and BloomForCausalLM does not", tiny_clone(BloomConfig()))
     refused("qk_clip=0.0 is invalid: use a finite number above 0", "llama", qk_clip=0)
     refused("has no option qk_clip", "llama", name="adamw_torch")
     refused(
