@@ -275,7 +275,7 @@ def test_impossible_sizes(
 def test_unknown_auto_classes(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     message = _refused(capsys, "plan", llama, "--auto-class", "AutoModelForEverything")
     assert "AutoModelForEverything is not one of transformers' Auto classes" in message
-    assert "use AutoModelFor" in message
+    assert "such as AutoModelFor" in message
     message = _refused(capsys, "plan", llama, "--auto-class", "AutoModelForMaskedLM")
     assert "AutoModelForMaskedLM cannot build a 'llama' model" in message
     assert "use the Auto class AutoModel, AutoModelForCausalLM" in message
