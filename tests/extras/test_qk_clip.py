@@ -456,7 +456,7 @@ def test_refusals() -> None:
     )
     refused("compile=False", "llama", built={"compile": "aot_eager"})
     refused(
-        "not flex_attention's: load with attn",
+        "flex_attention does not use them: load the model with attn",
         "llama",
         built={"attn_implementation": "flex_attention"},
     )
