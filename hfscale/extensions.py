@@ -75,8 +75,8 @@ class Extension:
             for name, place in getattr(self, slot).items():
                 if slot != "commands" and ":" not in place:
                     raise ConfigError(
-                        f"{slot} of the extension {self.name!r} must be places, as 'package.module:name', got "
-                        f"{place!r} for {name!r}"
+                        f"{slot} of the extension {self.name!r} must be import paths, as 'package.module:name', got "
+                        f"{place!r} for {name!r}: correct the extension"
                     )
 
 
@@ -129,8 +129,8 @@ def _found() -> dict[str, dict[str, str]]:
                 owner = owners.setdefault((slot, name), extension.name)
                 if owner != extension.name:
                     raise ConfigError(
-                        f"{name!r} must be added to {slot} by one extension, got it from {owner!r} and "
-                        f"{extension.name!r}: leave one of them out"
+                        f"{name!r} must be added to {slot} by one extension only, got it from {owner!r} and "
+                        f"{extension.name!r}: leave one of these extensions out"
                     )
                 places[name] = place
     return by_slot

@@ -148,7 +148,7 @@ def test_a_misspelt_field(misspelt: str, meant: str) -> None:
         (lambda: Float8Config(leave_out=None), "leave_out=None is invalid: pass a list of names"),
         (
             lambda: hfscale.plan(tiny("llama"), recompute="full"),
-            "recompute= is no argument of hfscale's",
+            "recompute= is not an argument of hfscale",
         ),
         (
             lambda: hfscale.plan(tiny("llama"), "tp2"),
@@ -271,13 +271,22 @@ def test_too_many_processes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None
     [("device_map", "auto"), ("distributed_config", {"tp_size": 2}), ("tp_plan", "auto")],
 )
 def test_distributed_by_the_host_at_once(name: str, value: Any, saved: str) -> None:
-    words = (name, "a second way", "leave it out", "parallel=hfscale.ParallelConfig(...)")
+    words = (
+        name,
+        "in another way than hfscale does",
+        "leave these arguments out",
+        "parallel=hfscale.ParallelConfig(...)",
+    )
     _says(ConfigError, lambda: hfscale.from_pretrained(saved, **{name: value}), *words)
     _says(ConfigError, lambda: hfscale.from_config(tiny("llama"), **{name: value}), *words)
 
 
 def test_a_report_beside_the_model(saved: str) -> None:
-    words = ("output_loading_info=True would return a pair", "leave it out", "are printed")
+    words = (
+        "output_loading_info=True would return a pair",
+        "leave output_loading_info out",
+        "are printed",
+    )
     _says(ConfigError, lambda: hfscale.from_pretrained(saved, output_loading_info=True), *words)
 
 
@@ -471,7 +480,7 @@ def test_a_missing_directory(tmp_path: Path) -> None:
 def test_a_file_where_a_directory_should_be_written(model: Any, tmp_path: Path) -> None:
     hfscale.parallelize(model)
     (tmp_path / "taken").write_text("a file")
-    words = (str(tmp_path / "taken"), "is a file, and a directory is to be written there")
+    words = (str(tmp_path / "taken"), "is a file, and a directory is to be written to this path")
     _says(CheckpointError, lambda: hfscale.save_pretrained(model, tmp_path / "taken"), *words)
     _says(
         CheckpointError,

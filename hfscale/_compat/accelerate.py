@@ -64,9 +64,9 @@ class BatchScheduler(AcceleratedScheduler):
         if then != now and not _follows_a_metric(self.scheduler):
             if not isinstance(self.scheduler, LambdaLR):  # others store step counts
                 raise CheckpointError(
-                    f"the state of {type(self.scheduler).__name__} counts {then} distinct batches in an optimizer "
-                    f"step, but this layout has {now}: use {then} distinct batches, or a schedule of "
-                    "transformers.get_scheduler"
+                    f"the saved state of {type(self.scheduler).__name__} counts steps of {then} distinct batches per "
+                    f"optimizer step, but this layout has {now} distinct batches: use a layout with {then} distinct "
+                    "batches, or a schedule of transformers.get_scheduler, which can resume with any number"
                 )
             epoch = state["last_epoch"] * now // then
             state.update(
@@ -142,8 +142,9 @@ class Prepared:
         """
         if len(self.models) != 1 or len(self.optimizers) > 1:
             raise ConfigError(
-                f"a state must have one model and at most one optimizer, got {len(self.models)} and "
-                f"{len(self.optimizers)} prepared: save each with hfscale.save_state(model, directory, optimizer=...)"
+                "saving or loading a state needs exactly one prepared model and at most one prepared optimizer, got "
+                f"{len(self.models)} models and {len(self.optimizers)} optimizers: save each model by itself with "
+                "hfscale.save_state(model, directory, optimizer=...)"
             )
         optimizer = self.optimizers[0].optimizer if self.optimizers else None
         stateful = self.loaders if accelerator.use_stateful_dataloader else []
@@ -241,8 +242,9 @@ class _Position:
         rows, epoch, seed = (state.get(name) for name in own)
         if None not in (rows, self._rows) and rows != self._rows:
             raise CheckpointError(
-                f"the data loader stopped after batches of {rows} rows over all ranks, but now they have {self._rows}: "
-                "it would repeat rows, or leave some out; change its batch_size to make them equal"
+                f"the batches of the data loader had {rows} rows over all ranks when its state was saved, but now have "
+                f"{self._rows}, so rows would be repeated or left out: change its batch_size to make the two numbers "
+                "equal"
             )
         self._loader.iteration = epoch or 0  # the loader passes the epoch to its sampler or stream
         if seed is not None and hasattr(self._sampler, "initial_seed"):
@@ -258,6 +260,6 @@ def stock_optimizer(optimizer: Any) -> Any:
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer | None):
         raise ConfigError(
-            f"optimizer={optimizer!r} is invalid: pass a torch.optim.Optimizer, or leave it out"
+            f"optimizer={optimizer!r} must be a torch.optim.Optimizer: pass one, or leave optimizer= out"
         )
     return optimizer

@@ -53,7 +53,9 @@ class _Reader(pickle.Unpickler):
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, torch.dtype):
             return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which such a file cannot contain")
+        raise pickle.UnpicklingError(
+            f"its pickle names {module}.{name}, which the metadata of a torch distributed checkpoint must not contain"
+        )
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ def contents_of(metadata: Path) -> Contents:
     for index, info in found["storage_data"].items():
         if info["transform_descriptors"]:
             raise ValueError(
-                f"its files are transformed (compressed) by {info['transform_descriptors']}"
+                f"the files of the checkpoint are transformed (compressed) by {info['transform_descriptors']}, which "
+                "hfscale does not read"
             )
         place = Place(info["relative_path"], int(info["offset"]), int(info["length"]))
         places[index["fqn"], _numbers(index["offset"] or ())] = place

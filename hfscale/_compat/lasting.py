@@ -138,5 +138,7 @@ def _is_wanted(place: str) -> bool:
     yet. Raise LookupError if :data:`LASTING` does not list it.
     """
     if not any(fnmatchcase(place, known) for known in LASTING):
-        raise LookupError(f"{place} is not in the list of {__name__}")
+        raise LookupError(
+            f"{place} must be listed in LASTING of {__name__} before hfscale changes it: add it to that list"
+        )
     return guards_are_on() and place not in _undo

@@ -24,7 +24,8 @@ def flash_on_cpu(
     """
     if q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"query heads must be a multiple of key heads, got {q.shape[1]} and {k.shape[1]}: change their numbers"
+            f"the number of query heads must be a multiple of the number of key heads, got {q.shape[1]} and "
+            f"{k.shape[1]}: change num_attention_heads or num_key_value_heads in the config"
         )
     return _aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=bias, scale=scale

@@ -35,7 +35,9 @@ def places_in_file(path: Path) -> dict[str, PlaceInFile]:
     found = _load_without_memory(path)
     entries = _entries_of(path)
     if not isinstance(found, Mapping):
-        raise ValueError(f"it holds a {type(found).__name__}, and no mapping of names to tensors")
+        raise ValueError(
+            f"the file contains a {type(found).__name__}, but must contain a mapping of names to tensors"
+        )
     return {
         str(name): _place_of(tensor, entries)
         for name, tensor in found.items()
@@ -61,7 +63,7 @@ def place_of_tensor(archive: IO[bytes] | IOBase, begin: int) -> PlaceInFile:
     """
     found = _load_without_memory(archive)
     if not isinstance(found, Tensor):
-        raise ValueError(f"it holds a {type(found).__name__}, and no tensor")
+        raise ValueError(f"the stored object must be a tensor, got a {type(found).__name__}")
     place = _place_of(found, _entries_of(archive))
     return PlaceInFile(place.dtype, place.shape, place.stride, begin + place.begin)
 
@@ -109,10 +111,13 @@ def _place_of(tensor: Tensor, entries: Mapping[int, int]) -> PlaceInFile:
     storage: Any = tensor.untyped_storage()
     start = getattr(storage, "_checkpoint_offset", None)
     if start is None:
-        raise ValueError("it is in the format of torch before 1.6")
+        raise ValueError(
+            "the file has the format of torch before 1.6, but must have the zip format that newer versions write"
+        )
     if storage.nbytes() > entries.get(int(start), -1):  # do not trust the size in the pickle
         raise ValueError(
-            f"it has no plain entry of {storage.nbytes()} bytes for a tensor of shape {list(tensor.shape)}"
+            f"the file must store {storage.nbytes()} bytes without compression for its tensor of shape "
+            f"{list(tensor.shape)}, but does not"
         )
     begin = int(start) + int(tensor.storage_offset()) * tensor.dtype.itemsize
     return PlaceInFile(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), begin)

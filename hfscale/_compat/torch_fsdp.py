@@ -106,8 +106,8 @@ def _shard_modules_of_one_type(
         name, parameter = next((name, p) for name, p in module.named_parameters() if p in left)
         raise ConfigError(
             f"{type(module).__name__} trains {name} in {parameter.dtype} next to parameters of another dtype, but FSDP "
-            f"in torch {torch.__version__} supports one dtype for each module: load it with dtype=torch.float32 and "
-            "mixed_precision='bf16', or use torch 2.13"
+            f"in torch {torch.__version__} supports one dtype for each module: load the model with dtype=torch.float32 "
+            "and mixed_precision='bf16', or use torch 2.13"
         )
 
 

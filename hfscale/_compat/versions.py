@@ -70,10 +70,12 @@ def check_versions() -> None:
         return
     advice = "pip install 'hfscale[tested]' installs the newest tested versions"
     if missing := _missing_names():
-        raise ImportError(f"hfscale does not run with {others}: {'; '.join(missing)}. {advice}")
+        raise ImportError(
+            f"hfscale does not run with {others}, because imports from them fail: {'; '.join(missing)}. {advice}"
+        )
     if _speaks_for_its_job():
         os.environ[_WARNED] = "1"
         warnings.warn(
-            f"hfscale was not tested with {others}, which has all names that hfscale imports. {advice}",
+            f"hfscale was not tested with {others}, but finds everything there that it imports. {advice}",
             stacklevel=3,
         )

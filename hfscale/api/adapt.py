@@ -88,7 +88,7 @@ def get_peft_model(
         check_count("seed", seed, least=0)
     if not isinstance(adapter_name, str) or not adapter_name:
         raise ConfigError(
-            f"adapter_name={adapter_name!r} is invalid: use a name, such as 'default'"
+            f"adapter_name={adapter_name!r} must be a string that is not empty: use a name, such as 'default'"
         )
     with all_or_none(runtime.mesh, NOT_ADDED):  # each host reads its own files
         config, source = read_config(peft_config)
@@ -134,8 +134,9 @@ def get_peft_model(
 def _name_revision(config: Any, revision: str) -> None:
     if config.revision not in (None, revision):
         warnings.warn(
-            f"the PEFT config names revision {config.revision!r} of the base checkpoint, but the model was loaded "
-            f"from revision {revision!r}: the saved config will name {revision!r}",
+            f"the PEFT config names revision {config.revision!r} of the base checkpoint, but the model was loaded from "
+            f"revision {revision!r}: the saved config will name {revision!r}, so load the other revision if the "
+            "adapter needs it",
             stacklevel=3,
         )
     config.revision = revision
@@ -200,7 +201,7 @@ def merge_and_unload(
     quantized = runtime.plan.quantized
     if quantized is not None and dtype is None:
         raise ConfigError(
-            f"adapters cannot be added to weights {quantized.described} without rounding the sums again: pass "
+            f"merging adapters into weights {quantized.described} would round the merged weights again: pass "
             "dtype=torch.bfloat16 to merge into dequantized bfloat16 weights, or keep the base as it is and write the "
             "adapter alone with hfscale.save_pretrained"
         )
@@ -249,7 +250,8 @@ def _names_to_merge(adapters: Adapters, asked: Sequence[str] | None) -> list[str
     names = list(asked or adapters.active)
     if unknown := [name for name in names if name not in adapters.names]:
         raise ConfigError(
-            f"adapter_names must be names of the model's adapters ({', '.join(adapters.names)}), got {unknown[0]!r}"
+            f"adapter_names must be names of the model's adapters ({', '.join(adapters.names)}), got {unknown[0]!r}: "
+            "pass only such names"
         )
     return names
 

@@ -51,7 +51,8 @@ class AdaptedBase:
             self.model, wrapped = empty_model(base, trusted), empty_model(base, trusted)
         except (LookupError, OSError) as error:
             raise CheckpointError(
-                f"no model can be built from the checkpoint {base}: {error}"
+                f"no model can be built from the checkpoint {base}: {error}: correct its config.json, or download the "
+                "checkpoint again"
             ) from error
         self.tokens = _other_tokens(self.model, self.trained)
         for model in (self.model, wrapped) if self.tokens is not None else ():
@@ -97,8 +98,9 @@ class AdaptedBase:
             other = found.setdefault(planned.tied_to or name, key)
             if not self._equal(key, other):
                 raise CheckpointError(
-                    f"{self.directory}: {other} and {key} differ, but they are tied to one weight of the checkpoint: "
-                    "set tie_word_embeddings=false in its config.json, with a copy of the weight under both names"
+                    f"{self.directory}: the tensors {other} and {key} of the adapter differ, but the checkpoint ties "
+                    "them to one weight: set tie_word_embeddings=false in the checkpoint's config.json, and store a "
+                    "copy of the weight under both names"
                 )
         return found
 
@@ -110,8 +112,8 @@ class AdaptedBase:
         dora = bool(getattr(self.config, "use_dora", False))
         if method != "LORA" or dora:
             raise ConfigError(
-                f"{self.directory} must be plain LoRA to be served by an engine, got {'DoRA' if dora else method}: "
-                "merge it (hfscale merge)"
+                f"{self.directory} must be a plain LoRA adapter to be served by an inference engine, got "
+                f"{'DoRA' if dora else method}: merge the adapter into its base instead (hfscale merge)"
             )
         factors = {
             self.keys[each.name]
@@ -120,10 +122,11 @@ class AdaptedBase:
         }
         other = next((key for key in self.trained if key not in factors), None)
         if other is not None:
-            tokens = "" if self.tokens is None else f", and {self.tokens} tokens"
+            tokens = "" if self.tokens is None else f", and a vocabulary of {self.tokens} tokens"
             raise ConfigError(
-                f"{self.directory} must contain only low-rank factors to be served by an engine, got {other}, a weight "
-                f"of the model itself{tokens}: merge it (hfscale merge)"
+                f"{self.directory} must contain only low-rank factors to be served by an inference engine, got "
+                f"{other}, a weight of the model itself{tokens}: merge the adapter into its base instead (hfscale "
+                "merge)"
             )
 
     def _refuse_missing(self, needed: Iterable[str]) -> None:
@@ -144,8 +147,9 @@ class AdaptedBase:
             again = self.keys.get(self._every_key.get(key, ""), key.replace(f".{COPY}.", "."))
             if again == key or again not in known or not self._equal(key, again):
                 raise CheckpointError(
-                    f"{self.directory} has {key}, which its config and the checkpoint have no place for: merge the "
-                    "adapter with the library that wrote it, or into the checkpoint that it was trained on"
+                    f"{self.directory} contains {key}, which belongs to no weight of the checkpoint according to the "
+                    "adapter's config: merge the adapter with the library that wrote it, or into the checkpoint that "
+                    "it was trained on"
                 )
 
     def _equal(self, key: str, other: str) -> bool:
@@ -164,8 +168,8 @@ def _refuse_source(base: Path) -> None:
     source = find_source(base)
     if source is not None and not (base / "config.json").exists():
         raise CheckpointError(
-            f"{base} must be a Hugging Face directory, but holds only {source.form}: convert it first (hfscale convert "
-            f"{base} OUT)"
+            f"{base} must be a Hugging Face checkpoint with a config.json, but holds only {source.form}: convert it "
+            f"first (hfscale convert {base} OUT)"
         )
 
 

@@ -96,9 +96,9 @@ class _Merged:
         for key, shape in self.resized().items():
             if not self.changed(key) and not self._is_buffer(key):
                 raise CheckpointError(
-                    f"the adapter was trained with {self.adapted.tokens} tokens, and has no {key}; {base} stores "
-                    f"{self.stored[key].shape[0]} rows of it, and {shape[0]} are needed: save the adapter with the "
-                    "embedding and the head (PEFT's save_embedding_layers=True)"
+                    f"the adapter was trained with a vocabulary of {self.adapted.tokens} tokens, but has no {key}, "
+                    f"which {base} stores with {self.stored[key].shape[0]} rows, and {shape[0]} rows are needed: save "
+                    "the adapter with the embedding and the head (PEFT's save_embedding_layers=True)"
                 )
 
     def resized(self) -> dict[str, tuple[int, ...]]:
@@ -268,7 +268,7 @@ def logit_difference(
     if not reads_tokens(empty):
         raise ConfigError(
             f"comparing logits needs a model that takes input_ids, got {class_name(empty)}, which takes "
-            f"{empty.main_input_name}: pass --no-check, and inspect the result yourself"
+            f"{empty.main_input_name}: pass --no-check to skip the comparison, and inspect the merged model yourself"
         )
     tokens = AdaptedBase(base, adapter, trusted).tokens
     apart = _logits(kind, base, trusted, str(adapter), tokens)
@@ -279,9 +279,9 @@ def logit_difference(
     rounding = _EXACT if form_in(out) is None and types <= _WIDE else _ROUNDED
     if not usual <= rounding:
         raise CheckpointError(
-            f"for half of the tokens, the merged model's logits differ from those of {base} with {adapter} by more "
-            f"than {usual:.1e} of the largest logit, where rounding explains {rounding:.0e}: nothing was written; "
-            "report this with the adapter's config, or pass --no-check to write the result and inspect it"
+            f"the merged model must have the logits of {base} with {adapter}, but the median difference is {usual:.1e} "
+            f"of the largest logit, and rounding explains only {rounding:.0e}: nothing was written; report this with "
+            "the adapter's config, or pass --no-check to write the result and inspect it"
         )
     return float(by_token.max())
 
@@ -333,15 +333,14 @@ def adapter_for_engine(
     init = getattr(adapted.config, "init_lora_weights", True)
     if init in DECOMPOSING:
         raise ConfigError(
-            f"{adapter} must apply to its base as stored, because an engine adds it to the stored weights, got "
-            f"init_lora_weights={init!r}, whose initial value PEFT subtracts from the base first: merge it (hfscale "
-            "merge)"
+            f"an inference engine adds {adapter} to the base weights as stored, but PEFT changed the base weights "
+            f"before training (init_lora_weights={init!r}): merge the adapter into its base instead (hfscale merge)"
         )
     by_rows = next((each for each in adapted.adapters if each.tokens), None)
     if by_rows is not None:
         raise ConfigError(
-            f"{adapter} must contain only low-rank factors, got rows of {len(by_rows.tokens)} tokens of "
-            f"{by_rows.base}, which engines do not apply to a base: merge it (hfscale merge)"
+            f"{adapter} must contain only low-rank factors to be served by an inference engine, got trained rows of "
+            f"{len(by_rows.tokens)} tokens of {by_rows.base}: merge the adapter into its base instead (hfscale merge)"
         )
     adapted.refuse_beside_factors()
     stored = {key: tensor[...] for key, tensor in adapted.trained.items()}
@@ -403,8 +402,9 @@ def _pieces(
         if pieces:
             return pieces
     raise ConfigError(
-        f"the adapter of {parameter} cannot be rewritten, because the checkpoint stores its experts neither as one "
-        "tensor per expert nor as one stack: merge the adapter into the weights instead (hfscale merge)"
+        f"the adapter of {parameter} cannot be rewritten for an inference engine, because the checkpoint stores its "
+        "experts neither as one tensor per expert nor as one stack: merge the adapter into the weights instead "
+        "(hfscale merge)"
     )
 
 
@@ -433,8 +433,8 @@ def _record_rank(
     projections = {name.rpartition(".")[2] for name in modules}
     if any("expert" in pattern for pattern in settings.get("alpha_pattern") or {}):
         raise ConfigError(
-            "alpha_pattern must not name experts, because engines use one scale for all experts: train with one "
-            "lora_alpha"
+            "alpha_pattern in the adapter's config must not name experts, because inference engines use one scale for "
+            "all experts: train with one lora_alpha"
         )
     known = settings.get("target_modules") or []
     settings["target_modules"] = sorted(

@@ -62,19 +62,19 @@ def check_layout(parallel: ParallelConfig | None, kwargs: Mapping[str, Any]) -> 
         )
     if kwargs.get("output_loading_info"):
         raise errors.ConfigError(
-            "output_loading_info=True would return a pair, but hfscale returns only the model: leave it out; missing "
-            "and unexpected weights are printed"
+            "output_loading_info=True would return a pair of the model and its loading info, but hfscale returns only "
+            "the model: leave output_loading_info out; missing and unexpected weights are printed"
         )
     if kwargs.get("state_dict") is not None:
         raise errors.ConfigError(
-            "state_dict= would replace the checkpoint's weights, but hfscale reads its shards from the checkpoint's "
-            "files: leave it out"
+            "state_dict= would replace the checkpoint's weights, but every rank reads its shards from the "
+            "checkpoint's files: leave state_dict out"
         )
     clashing = [name for name in _EXCLUSIVE if kwargs.get(name) is not None]
     if clashing:
         raise errors.ConfigError(
-            f"{', '.join(clashing)} would distribute the model a second way: leave it out, and give hfscale the layout "
-            "as parallel=hfscale.ParallelConfig(...)"
+            f"{', '.join(clashing)} would distribute the model in another way than hfscale does: leave these arguments "
+            "out, and give the layout as parallel=hfscale.ParallelConfig(...)"
         )
     return parallel or ParallelConfig()
 
@@ -129,8 +129,8 @@ def _read_config(path: str, source: Any, taken: dict[str, Any]) -> tuple[Any, di
         if os.path.exists(path) or not taken.get("local_files_only"):
             raise
         raise errors.CheckpointError(
-            f"{path} is no directory here, and the Hub cannot be reached for it: give a directory "
-            "with a config.json, or a Hub id that is in the cache"
+            f"{path} is neither a directory nor in the cache of the Hub, and the Hub cannot be reached: give a "
+            "directory with a config.json, or a Hub id that is in the cache"
         ) from error
     return config, rest
 
@@ -157,7 +157,7 @@ def refuse_endless(told: Mapping[str, Any], path: Any) -> None:
         most = next((most for word, most in _MOST_BY_WORD.items() if word in name), None)
         if isinstance(value, int) and most is not None and value > most:
             raise errors.ConfigError(
-                f"{name}={value} in the config of {path} is invalid: use at most {most:,}"
+                f"{name}={value} in the config of {path} is impossibly large: use at most {most:,}"
             )
 
 
@@ -168,7 +168,7 @@ def check_place(path: Any, subfolder: str = "") -> None:
         trainer = written_elsewhere(Path(path))
         told = "" if trainer is None else f", of {trainer}"
         raise errors.CheckpointError(
-            f"{path} is a file{told}: give the directory of a checkpoint, with a config.json"
+            f"{path} must be the directory of a checkpoint, but is a file{told}: give a directory with a config.json"
         )
     refuse_missing(str(path))
     refuse_foreign(Path(path, subfolder))
@@ -219,7 +219,8 @@ def check_tokens(tokens: object) -> None:
     errors.check_count("resize_token_embeddings", tokens)
     if isinstance(tokens, int) and tokens > _SIZES["vocab_size"]:
         raise errors.ConfigError(
-            f"resize_token_embeddings={tokens} is invalid: use len(tokenizer), at most {_SIZES['vocab_size']:,}"
+            f"resize_token_embeddings={tokens} is larger than any supported vocabulary: use len(tokenizer), at most "
+            f"{_SIZES['vocab_size']:,}"
         )
 
 
@@ -232,7 +233,8 @@ def refuse_unknown(
         hasattr(auto_class, "from_config") or issubclass(auto_class, PreTrainedModel)
     ):
         raise errors.ConfigError(
-            f"auto_class must be an Auto class like transformers.AutoModelForCausalLM, got {auto_class!r}"
+            f"auto_class must be an Auto class or a model class of transformers, got {auto_class!r}: pass one, such as "
+            "transformers.AutoModelForCausalLM"
         )
     mapping = classes_by_config(auto_class)
     if mapping is not None and type(config) not in mapping:
@@ -247,7 +249,7 @@ def refuse_unknown(
             close = errors.meant(name, sorted(known))
             hint = f"did you mean {close}?" if close else f"hfscale takes {', '.join(ours[1:-1])}"
             raise errors.ConfigError(
-                f"{name}= is no argument of hfscale's, of transformers' or of {kinds[0].__name__}: {hint}"
+                f"{name}= is not an argument of hfscale, transformers or {kinds[0].__name__}: {hint}"
             )
 
 
@@ -267,7 +269,8 @@ def known_dtype(kwargs: Mapping[str, Any]) -> Any:
         if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
             hint = errors.did_you_mean(asked, _DTYPES)
             raise errors.ConfigError(
-                f"dtype={asked!r} is no dtype of weights: {hint}use 'auto' or one of {', '.join(_DTYPES)}"
+                f"dtype={asked!r} is not a floating-point dtype for weights: {hint}use 'auto' or one of "
+                f"{', '.join(_DTYPES)}"
             )
     return None if dtype == "auto" else dtype
 

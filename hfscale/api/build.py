@@ -237,7 +237,7 @@ def from_config(
     adapter = _adapter(peft_config)
     if not isinstance(config, PreTrainedConfig):
         raise ConfigError(
-            f"config={_shown(config)} is no config of transformers: pass one (LlamaConfig(...), or "
+            f"config={_shown(config)} must be a config of transformers: pass one (LlamaConfig(...), or "
             "AutoConfig.from_pretrained(path)), or load weights with hfscale.from_pretrained(path)"
         )
     arguments.known_dtype(hf_kwargs)
@@ -298,7 +298,8 @@ def parallelize(
         reason = reason or "some of its weights are on the meta device and have no values to shard"
     if reason:
         raise ConfigError(
-            f"{class_name(model)} cannot be parallelized: {reason}. Load it plainly, or with hfscale.from_pretrained"
+            f"{class_name(model)} cannot be parallelized: {reason}. Load the model again with its full weights and not "
+            "yet distributed, or use hfscale.from_pretrained"
         )
     forget_gguf(model)
     if not wrapped_by_peft(model):
@@ -387,7 +388,7 @@ def _outline(
     config, stored = split_quantization(config)
     if stored is not None and quantization is not None:
         raise ConfigError(
-            "quantization_config= is given, but the checkpoint is quantized already: leave it out"
+            "quantization_config= was given for a checkpoint that is quantized already: leave quantization_config out"
         )
     return Outline(
         config,

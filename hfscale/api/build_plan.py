@@ -34,8 +34,8 @@ def build_plan(
     if quantized is not None:
         draft.problem(
             why_not_read(quantized)
-            or f"it is quantized ({quantized['quant_method']}) already, in memory: load the checkpoint with "
-            "hfscale.from_pretrained, which reads plain values from it"
+            or f"the model in memory is quantized ({quantized['quant_method']}) already, and hfscale cannot shard it: "
+            "load the checkpoint with hfscale.from_pretrained, which reads dequantized weights from it"
         )
     try:
         draft.blueprint = find_blueprint(draft.model, may_infer=draft.tp > 1)
@@ -123,7 +123,7 @@ def _rules_of_tensors(draft: Draft) -> dict[int, tuple[Cut | None, tuple[str, ..
         first, agreed = chosen.setdefault(id(parameter), (name, rule))
         if rule != agreed:
             draft.problem(
-                f"tp_size={draft.tp}: {wild_name(first)} and {wild_name(name)} are one tensor, but would be sharded "
-                "differently: correct the blueprint, or use tp_size=1"
+                f"tp_size={draft.tp}: {wild_name(first)} and {wild_name(name)} are one tensor, but the blueprint would "
+                "shard them in two ways: correct the model's entry in hfscale.models.FAMILIES, or use tp_size=1"
             )
     return {key: rule for key, (_, rule) in chosen.items() if rule is not None}

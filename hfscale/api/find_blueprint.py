@@ -98,9 +98,9 @@ def _that_holds(model: Any, written: Blueprint) -> Blueprint:
         return infer(model).blueprint
     except PlanError as error:
         raise PlanError(
-            f"tp_size > 1 needs {type(model).__name__} as hfscale's entry of {family!r} describes it, but the "
-            f"installed code differs ({objection}): use tp_size=1, or a release of transformers that hfscale was "
-            f"tested with. Also, {error}"
+            f"tp_size > 1 cannot shard {type(model).__name__}, because the installed code differs from the sharding "
+            f"rules that hfscale has for {family!r} ({objection}): use tp_size=1, or a release of transformers that "
+            f"hfscale was tested with. Also, {error}"
         ) from error
 
 
@@ -194,8 +194,9 @@ def translate_host_plan(host_plan: dict[str, str], family: str) -> Blueprint:
     ]
     if incomplete:
         raise PlanError(
-            f"tp_size > 1 cannot use the tensor-parallel plan of {family!r}: the blocks {', '.join(incomplete)} "
-            "lack a column or a row projection. Use tp_size=1, or add the family to hfscale.models.FAMILIES"
+            f"tp_size > 1 cannot use the tensor-parallel plan of {family!r}: its blocks {', '.join(incomplete)} lack a "
+            "projection that is sharded by columns, or one that is sharded by rows. Use tp_size=1, or add the family "
+            "to hfscale.models.FAMILIES"
         )
     return Blueprint(
         layers=lists.pop(),

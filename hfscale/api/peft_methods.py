@@ -67,10 +67,13 @@ def _saving(peft_model: Any) -> Callable[..., None]:
         wanted = names if selected_adapters is None else list(selected_adapters)
         if unknown := [each for each in wanted if each not in names]:
             raise ConfigError(
-                f"selected_adapters must name adapters of the model, {', '.join(names)}, got {unknown[0]!r}"
+                f"selected_adapters must name adapters of the model ({', '.join(names)}), got {unknown[0]!r}: pass "
+                "only such names"
             )
         if os.path.isfile(save_directory):
-            raise ConfigError(f"{call} needs a directory, got the path of a file: give a directory")
+            raise ConfigError(
+                f"{call} needs the path of a directory, but this path is a file: give another path"
+            )
         everyone_arrives(runtime.mesh, timeout, call)
         # Scripts choose the rank that writes (``is_main_process``); if no rank is chosen, stock code writes nothing.
         if any(runtime.mesh.all_gather_object(is_main_process and bool(wanted))):
@@ -87,13 +90,13 @@ def _refuse_arguments(call: str, converts: bool, others: dict[str, Any]) -> None
     """Raise :class:`ConfigError` for arguments that PEFT would apply to one rank's shards of the adapter."""
     if converts:
         raise ConfigError(
-            f"{call} cannot convert an adapter that is sharded over ranks: leave "
+            f"{call} cannot convert an adapter that is sharded over ranks to plain LoRA: leave "
             "path_initial_model_for_weight_conversion out, load the saved adapter in one process, and convert it in "
             "that process"
         )
     given = sorted(name for name, value in others.items() if value is not None)
     if given:
         raise ConfigError(
-            f"{call} gathers the adapter itself from all ranks, got {', '.join(given)}=...: leave it out, and call "
-            f"{call} on every rank"
+            f"{call} gathers the adapter itself, from all ranks, and takes no {', '.join(given)}=...: leave that "
+            f"argument out, and call {call} on every rank"
         )

@@ -102,11 +102,13 @@ def put_several(peft_model: Any, put_methods: Callable[[], None]) -> None:
 
     def delete(adapter_name: str) -> None:
         if adapter_name not in peft_model.peft_config:
-            raise ConfigError(f"Adapter {adapter_name} does not exist")
+            raise ConfigError(
+                f"Adapter {adapter_name} does not exist: pass the name of an adapter of the model"
+            )
         if len(peft_model.peft_config) == 1:
             raise ConfigError(
-                f"{adapter_name!r} is the model's only adapter over ranks: call unload() instead, which returns the "
-                "stock model"
+                f"{adapter_name!r} is the only adapter of a model that is sharded over ranks, and cannot be deleted: "
+                "call unload() instead, which returns the stock model"
             )
         changed("delete_adapter", _without(adapter_name))
 
@@ -125,15 +127,18 @@ def _adapters_of(runtime: Runtime, by: str) -> Adapters:
     adapters = runtime.adapters
     if not isinstance(adapters, Adapters):
         raise ConfigError(
-            f"{by} needs a model with adapters, but this model's adapters were merged or unloaded: call "
-            "hfscale.get_peft_model"
+            f"{by} needs a model with adapters, but this model's adapters were merged or unloaded: add adapters again "
+            "with hfscale.get_peft_model"
         )
     return adapters
 
 
 def _refuse_known(peft_model: Any, name: str) -> None:
     if name in peft_model.peft_config:  # PEFT's own message, which scripts may match
-        raise ConfigError(f"Adapter with name {name!r} already exists.")
+        raise ConfigError(
+            f"Adapter with name {name!r} already exists. Use another name, or delete that adapter first "
+            "(delete_adapter)"
+        )
 
 
 def _added(name: str, config: Any, source: str | None, autocast: bool) -> Any:
@@ -186,5 +191,5 @@ def _refuse_arguments(others: dict[str, Any]) -> None:
     given = [name for name in given if name != "low_cpu_mem_usage"]
     if given:
         raise ConfigError(
-            f"load_adapter reads each rank's shards itself, got {', '.join(given)}=...: leave it out"
+            f"load_adapter reads each rank's shards itself and takes no {', '.join(given)}=...: leave that argument out"
         )

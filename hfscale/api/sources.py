@@ -262,8 +262,8 @@ def _refuse_different(model: nn.Module, mesh: Mesh) -> None:
             name = next((name for name in sums if sums[name] != other.get(name)), "a parameter")
             raise ConfigError(
                 f"{name} must have the same values on every rank, because parallelize gives each rank a shard of one "
-                "model: load the model from one checkpoint, or set the same seed (torch.manual_seed) first; or use "
-                "hfscale.from_config"
+                "model, but the values differ: load the model from one checkpoint on every rank, set the same seed "
+                "first (torch.manual_seed), or use hfscale.from_config"
             )
 
 
@@ -324,8 +324,8 @@ def resize_vocabulary(
         or changed - dict(after.named_parameters(remove_duplicate=False)).keys()
     ):
         raise ConfigError(
-            f"resize_token_embeddings={tokens}: {class_name(before)} has parameters that depend on the number of "
-            f"tokens in another way than by their rows ({', '.join(sorted(changed))}): resize the model with stock "
+            f"resize_token_embeddings={tokens} cannot resize {class_name(before)}, because more than the number of "
+            f"rows depends on the number of tokens in {', '.join(sorted(changed))}: resize the model with stock "
             "transformers (model.resize_token_embeddings(...); model.save_pretrained(directory)), and load the saved "
             "directory"
         )

@@ -65,8 +65,8 @@ def verify_experts(model: nn.Module, directory: str | Path) -> dict[str, Sums]:
         runtime.plan.by_name[name].cut_over("ep") for name in quantized.weights
     ):
         raise ConfigError(
-            "verify_experts compares the experts' values with the checkpoint's, but the model holds its experts in 4 "
-            "bits: load the model without quantization_config, or with the experts in llm_int8_skip_modules"
+            "verify_experts cannot compare experts that the model holds in 4 bits with those of the checkpoint: load "
+            "the model without quantization_config, or with the experts in llm_int8_skip_modules"
         )
     held = runtime.mesh.all_gather_object(_held(runtime))
     types = {name: dtype for rank in held for name, (dtype, _, _) in rank.items()}
@@ -83,7 +83,8 @@ def verify_experts(model: nn.Module, directory: str | Path) -> dict[str, Sums]:
     problems = [text for _, text in answers if text] or _differences(held, stored)
     if problems:
         raise CheckpointError(
-            f"{directory} differs from this model's weights: {'; '.join(dict.fromkeys(problems))}"
+            f"{directory} differs from this model's weights: {'; '.join(dict.fromkeys(problems))}. Give the checkpoint "
+            "that the model was loaded from, or load the model again"
         )
     return stored
 

@@ -64,7 +64,8 @@ def convert_state(
     if missing:
         raise CheckpointError(
             f"{directory} lacks {len(missing)} weights, for example {missing[0]}, because the run held them in 4 or 8 "
-            "bits and a state omits such weights: take them from the checkpoint that the model was loaded from"
+            "bits and states do not contain such weights: take these weights from the checkpoint that the model was "
+            "loaded from"
         )
     with atomic_directory(target, stale=REPLACED) as staging:
         if index.adapter:
@@ -107,9 +108,9 @@ def _tell_of_others(directory: Path, index: StateIndex) -> None:
     ]
     if others:
         _log.warning(
-            "%s names the files of its active adapter alone, as states of older versions do, and has %d tensors of "
-            "others (%s for one), which are not written: load the state into a model with all of its adapters, and "
-            "save that",
+            "%s lists only its active adapter, because an older version of hfscale wrote it, so its %d tensors of "
+            "other adapters (%s, for example) are not written: load the state into a model with all of its adapters, "
+            "and save the adapters from that model",
             directory,
             len(others),
             others[0],
@@ -130,7 +131,7 @@ def _write_model(
         model = empty_model(directory, trusted)
     except (LookupError, ValueError, OSError) as error:
         raise CheckpointError(
-            f"{directory}: the model cannot be built from its config: {error}"
+            f"{directory}: the model cannot be built from its config: {error}: correct its config.json"
         ) from error
     contents: dict[str, Tensor] = {
         name: torch.empty(

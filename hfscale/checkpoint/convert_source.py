@@ -49,7 +49,8 @@ def convert_source(
         model = own.build_model() if own is not None else empty_model(home, trust_remote_code)
     except (LookupError, ValueError, OSError) as error:
         raise CheckpointError(
-            f"{home}: the model cannot be built from its config: {error}"
+            f"{home}: the model cannot be built from its config: {error}: correct this config, or give another one "
+            "with --config BASE"
         ) from error
     source = source.fitting(model)
     stored = source.open(model)
@@ -131,8 +132,8 @@ def _home(source: Source, config: Path | None) -> Path:
     found = next((place for place in places if (place / _CONFIG).exists()), None)
     if found is None:
         raise CheckpointError(
-            f"{source.directory} needs its model's config.json for the conversion, and {places[0]} has none: give the "
-            "directory that has it, --config BASE"
+            f"converting {source.directory} needs the model's config.json, but {places[0]} has none: give the "
+            "directory that has it with --config BASE"
         )
     return found
 
@@ -144,12 +145,12 @@ def _check(model: Any, source: Source, stored: Mapping[str, TensorOnDisk]) -> No
     both = [name for name in expected if name in stored]
     problems = {
         "lacks": [name for name in expected if name not in stored and name not in tied],
-        "has others,": [name for name in stored if name not in expected],
+        "also has": [name for name in stored if name not in expected],
         "has another shape of": [name for name in both if stored[name].shape != expected[name]],
     }
     for what, names in problems.items():
         if names:
             raise CheckpointError(
-                f"{source.directory} must hold the weights of {class_name(model)}, and {what} {names[0]} and "
-                f"{len(names) - 1} more: give the config that it was trained with"
+                f"{source.directory} must hold exactly the weights of {class_name(model)}, but {what} {names[0]} and "
+                f"{len(names) - 1} more: give the config that the weights were trained with (--config BASE)"
             )

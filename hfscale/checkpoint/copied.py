@@ -50,7 +50,8 @@ def carried_tensors(model: nn.Module, as_stored: bool = False) -> dict[str, Tens
         )  # fmt: skip
     if lost:
         _log.warning(
-            "%d tensors that %s does not load are no longer in %s, so this checkpoint lacks them: %s",
+            "%d tensors that %s does not load cannot be copied, because %s no longer has them, so this checkpoint "
+            "lacks them: %s",
             len(lost), class_name(model), carried.directory, _some(lost),
         )  # fmt: skip
     if not as_stored:

@@ -31,9 +31,9 @@ def check_coverage(
     if not stored:
         first = f"begins with {sorted(keys)[0]!r}" if keys else "is empty"
         raise CheckpointError(
-            f"{directory} must hold tensors of the model, such as {owned[0].name!r}, got {len(keys)} of other names "
-            f"({first}): rename them, load the checkpoint with the class that saved it (auto_class=...), or begin with "
-            "random weights (hfscale.from_config)"
+            f"{directory} must hold tensors of the model, such as {owned[0].name!r}, got {len(keys)} tensors with "
+            f"other names (the list of names {first}): rename them, load the checkpoint with the class that saved it "
+            "(auto_class=...), or begin with random weights (hfscale.from_config)"
         )
     missing = [planned for planned in owned if planned.name not in stored]
     lacking = sum(math.prod(planned.shape) for planned in missing)
@@ -41,7 +41,8 @@ def check_coverage(
     if tells and share > _MOST:
         warnings.warn(
             f"{directory} lacks {len(missing)} tensors of the model, {share:.0%} of the model's parameters: "
-            f"{missing[0].name!r} and the other missing tensors begin with random values",
+            f"{missing[0].name!r} and the other missing tensors begin with random values; check that this is the right "
+            "checkpoint",
             stacklevel=2,
         )
 

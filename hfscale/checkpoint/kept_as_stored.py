@@ -34,8 +34,8 @@ def plan_as_stored(planned: Plan, model: nn.Module, form: StoredForm) -> Plan:
     entries = {name: prod(planned.by_name[name].shape) for name, size in sizes.items() if size}
     if not entries:
         raise ConfigError(
-            f"quantization_config='as_stored' keeps projections and experts that are stored in {form.method}, but "
-            "according to its config this checkpoint has none: leave it out"
+            "quantization_config='as_stored' keeps projections and experts that are stored in the format "
+            f"{form.method}, but according to its config this checkpoint has none: leave quantization_config out"
         )
     size = sum(sizes[name] * count for name, count in entries.items()) / sum(entries.values())
     quantized = QuantizedPlan(
@@ -77,12 +77,12 @@ def stored_sources(
     } - by_name.keys()
     if not by_name:
         raise CheckpointError(
-            f"quantization_config='as_stored': none of the {len(rest)} weights that are stored quantized can stay "
-            "quantized: leave it out"
+            "quantization_config='as_stored' can keep only untied projections and experts quantized, but the "
+            f"{len(rest)} quantized weights of this checkpoint are others: leave quantization_config out"
         )
     if rest and tells:
         _log.warning(
-            "%d weights that are stored quantized cannot stay quantized and are dequantized (%s, for example): only "
+            "%d quantized weights of the checkpoint cannot stay quantized and are dequantized (%s, for example): only "
             "untied projections can stay quantized, and experts that transformers stacks, concatenates or transposes",
             len(rest),
             min(rest),

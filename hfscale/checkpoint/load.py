@@ -169,7 +169,8 @@ class _Loader:
         self.renamed = {name: key for key, name in names.items() if name is not None}
         if not self.renamed:
             _log.warning(
-                "the checkpoint has no %s, so the model begins with random weights for them",
+                "the checkpoint has no weights of the model's %s, so these begin with random weights: train them, or "
+                "load a checkpoint that has them",
                 added.words,
             )
         return {
@@ -273,9 +274,9 @@ class _Loader:
                     ShareOnDisk(stored[first], planned_target.cuts, self.mesh.ranks)[...],
                 ):
                     raise CheckpointError(
-                        f"{first} and {key} are tied by the config, but differ in the checkpoint: set "
+                        f"the config ties {first} and {key}, but they differ in the checkpoint: set "
                         "tie_word_embeddings=false in its config.json, or save the checkpoint again with only one of "
-                        "the two"
+                        "these two tensors"
                     )
                 continue
             # A tied tensor may have another name on this stage than in the checkpoint.
@@ -403,7 +404,10 @@ def load_pretrained(
     if loader.quantizing is None:
         vars(model).pop("hf_device_map", None)
     if report["mismatched"]:
-        raise CheckpointError(f"{path}: shapes differ from the model's: {report['mismatched']}")
+        raise CheckpointError(
+            f"tensors of {path} differ from the model's in their shapes: {report['mismatched']}: load the checkpoint "
+            "with the config that it was saved with"
+        )
     # A tied tensor is present if the checkpoint has it under any of its names on this rank.
     here = [planned for planned in plan.parameters if planned.name in loader.meta]
     present = {

@@ -99,8 +99,8 @@ def boxes_of_sources(
     if not alike or not _cover_all(boxes.values(), planned.shape):
         raise CheckpointError(
             f"{len(boxes)} tensors of the checkpoint, {sources[0][0]} to {sources[-1][0]}, must together fill the "
-            f"model's {planned.name} of shape {planned.shape}, but do not: the checkpoint is incomplete, or was saved "
-            "with another config: load all of its files, or pass that config"
+            f"model's {planned.name} of shape {planned.shape}, but do not, because the checkpoint is incomplete or was "
+            "saved with another config: load all of its files, or pass the config that it was saved with"
         )
     return boxes
 

@@ -123,12 +123,13 @@ def _together(
 def _again(runtime: Runtime, quantization: str) -> QuantizedAgain:
     if quantization != "as_stored":
         raise ConfigError(
-            f"quantization must be 'as_stored' or None, got {quantization!r}: leave it out"
+            f"quantization must be 'as_stored' or None, got {quantization!r}: pass one of these, or leave quantization "
+            "out"
         )
     if runtime.adapters is not None:
         raise ConfigError(
-            "quantization='as_stored' writes full weights, but the model has adapters, which are saved alone: merge "
-            "them first (hfscale.merge_and_unload), or leave it out"
+            "quantization='as_stored' writes full weights, but the model has adapters, which are saved without the "
+            "base: merge them first (hfscale.merge_and_unload), or leave quantization out"
         )
     return quantized_again(runtime.model)
 

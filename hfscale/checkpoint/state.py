@@ -93,7 +93,7 @@ def wait_for_saves() -> None:
         if save.error is not None:
             told = in_words(save.error)
             raise CheckpointError(
-                f"the asynchronous save of {save.target} failed: {told}"
+                f"the asynchronous save of {save.target} failed: {told}: remove the cause, and save again"
             ) from save.error
 
 
@@ -261,8 +261,8 @@ def refuse_under_way(runtime: Runtime, call: str) -> None:
     """
     if runtime.executor.under_way:
         raise CheckpointError(
-            f"{call} would lose the microbatches that {runtime.mesh.layout.pipeline_schedule} has in flight: "
-            "take their gradients first (for loss in hfscale.drain(model): optimizer.step())"
+            f"{call} would lose the gradients of the microbatches that {runtime.mesh.layout.pipeline_schedule} has in "
+            "flight: finish these microbatches first (for loss in hfscale.drain(model): optimizer.step())"
         )
 
 
@@ -298,7 +298,8 @@ def _stateful_objects(others: dict[str, Any]) -> dict[str, Any]:
             )
         elif other is not None:
             raise CheckpointError(
-                f"{name}={type(other).__name__} has no state_dict and load_state_dict: leave it out"
+                f"{name}={type(other).__name__} has no state_dict and load_state_dict, which objects in a state must "
+                "have: leave this argument out"
             )
     return by_name
 

@@ -107,8 +107,8 @@ def _refuse_other(target: Path) -> None:
     """Raise :class:`CheckpointError` if a new state would replace a directory that is not a state."""
     if directories.holds_current_directory(target):
         raise CheckpointError(
-            f"the state's directory must not be or contain the current directory, got {target}: give a directory of "
-            f"its own, such as {target / 'step-100'}"
+            "the state's directory must not be or contain the current directory, because saving replaces it, got "
+            f"{target}: give a directory of its own, such as {target / 'step-100'}"
         )
     if target.is_dir() and not _is_state(target):
         others = sorted(path.name for path in target.iterdir())
@@ -164,7 +164,8 @@ def candidates(source: Path) -> list[Path]:
         _warn_once("%s", words)
     if not marked and passed:
         raise CheckpointError(
-            f"{words}: there is no complete state in {source}: give another directory, or start without it"
+            f"{words}: there is no complete state in {source}: give another directory, or start the run without "
+            "loading a state"
         )
     if not marked:
         holds = "" if (other := _held_by(source)) is None else f". It holds {other}"
@@ -194,16 +195,16 @@ def _refuse_other_files(source: Path) -> None:
         return
     if (held := _held_by(source)) is not None:
         raise CheckpointError(
-            f"missing_ok=True is for a directory that does not exist yet or is empty, and {source} has no state of "
-            f"hfscale.save_state, but {held}. To begin at step 0 anyway, name another directory"
+            f"missing_ok=True is for a directory with states, or one that is empty or does not exist yet, but {source} "
+            f"has no state of hfscale.save_state: it has {held}. To begin at step 0 anyway, name another directory"
         )
     files = (Path(folder, name) for folder, _, names in os.walk(source) for name in names)
     strange = next((file for file in files if not _may_lie_beside(file.relative_to(source))), None)
     if strange is not None:
         raise CheckpointError(
-            f"missing_ok=True is for a directory that does not exist yet or is empty, and {source} has no state of "
-            f"hfscale.save_state, but other files ({strange.relative_to(source)}, for one): name a directory for "
-            f"states alone, such as {source / 'states'}"
+            f"missing_ok=True is for a directory with states, or one that is empty or does not exist yet, but {source} "
+            f"has no state of hfscale.save_state and has other files ({strange.relative_to(source)}, for example): "
+            f"name a directory for states alone, such as {source / 'states'}"
         )
 
 
@@ -252,11 +253,12 @@ def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
             ]
         if not problems:
             if wrong and is_writer(mesh):
-                _log.warning("%s. Resuming from %s", _listed(wrong), directory)
+                _log.warning("%s. Resuming from the state %s instead", _listed(wrong), directory)
             return directory
         wrong[directory] = problems
     raise CheckpointError(
-        f"{_listed(wrong)}: there is no complete state in {source}: give another directory, or start without it"
+        f"{_listed(wrong)}: there is no complete state in {source}: give another directory, or start the run without "
+        "loading a state"
     )
 
 

@@ -140,7 +140,8 @@ class StateIndex:
         )
         if told > size or pieces > self.world or self.world > _MOST_RANKS:
             raise ValueError(
-                f"{told:,} entries in {size:,} bytes, {self.world:,} ranks, up to {pieces:,} pieces"
+                f"the index lists tensors with {told:,} entries in files of {size:,} bytes, {self.world:,} ranks, and "
+                f"up to {pieces:,} shards per tensor, which do not fit together"
             )
 
     @classmethod
@@ -150,8 +151,8 @@ class StateIndex:
             told: dict[str, Any] = json.loads((directory / INDEX).read_bytes())
             if (version := told.pop("version")) != _VERSION:
                 raise CheckpointError(
-                    f"{directory} has format {version}, but this hfscale reads format {_VERSION}: load it with the "
-                    f"hfscale that wrote it ({told.get('versions', {}).get('hfscale', 'unknown')})"
+                    f"{directory} has format {version}, but this hfscale reads format {_VERSION}: load the state with "
+                    f"the version of hfscale that wrote it ({told.get('versions', {}).get('hfscale', 'unknown')})"
                 )
             told["tensors"] = {
                 key: StateTensor.from_dict(each) for key, each in told["tensors"].items()
@@ -166,6 +167,7 @@ class StateIndex:
                 or index.batch_world < 1
             ):
                 raise ValueError(
+                    "step must be a whole number or null, batch_world at least 1 and others a mapping, got "
                     f"step={index.step!r}, batch_world={index.batch_world!r}, others={index.others!r}"
                 )
             index.check_bytes(
@@ -296,8 +298,8 @@ class StateReader:
         )
         if piece.shape != shape:
             raise CheckpointError(
-                f"{self.directory}/{weights_name(rank)} has {key} of shape {piece.shape}, not {shape}: the "
-                "file is damaged, or another rank's; use another state"
+                f"{self.directory}/{weights_name(rank)} has {key} of shape {piece.shape} instead of {shape}: the file "
+                "is damaged or belongs to another rank, use another state"
             )
         return piece
 

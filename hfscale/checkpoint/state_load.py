@@ -130,8 +130,8 @@ class _Found:
             self.reader.check(key, like(planned))
             if (dtype := self.reader.dtype(key)) != parameter.dtype:
                 raise CheckpointError(
-                    f"{self.directory} has {planned.name} in {dtype} and this model in {parameter.dtype}: build the "
-                    "model as it was when saved"
+                    f"{self.directory} stores {planned.name} in {dtype}, but this model has it in {parameter.dtype}: "
+                    "build the model with the dtypes that it had when saved"
                 )
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -172,17 +172,17 @@ class _Found:
         then, then_options = self.index.optimizer or (name, options)
         if then != name and then_options != options:
             raise CheckpointError(
-                f"{self.directory} has the state of optimizer {then} ({', '.join(then_options)}), which {name} "
-                f"({', '.join(options)}) cannot load: make a {then}, or leave optimizer= out to start with an empty "
-                "state"
+                f"{self.directory} has the state of the optimizer {then} (options: {', '.join(then_options)}), which "
+                f"the optimizer {name} (options: {', '.join(options)}) of this run cannot load: make a {then}, or "
+                "leave optimizer= out to start with an empty state"
             )
         there = [set(group) & set(names.values()) for group in self.index.groups]
         if here != there or [isinstance(options, dict) for options in self.rest["options"]] != [
             True
         ] * len(here):
             raise CheckpointError(
-                f"{self.directory} has an optimizer state for other parameters or groups: build the optimizer as it "
-                "was when saved"
+                f"{self.directory} has an optimizer state for other parameters or groups than this run's optimizer "
+                "has: build the optimizer as it was when saved"
             )
         for key, _, _, lies in self.states(optimizer):
             self.reader.check(key, lies)
@@ -210,7 +210,9 @@ class _Found:
         try:
             with zipfile.ZipFile(path) as archive:
                 if sum(member.file_size for member in archive.infolist()) > path.stat().st_size:
-                    raise zipfile.BadZipFile("it would unpack to more bytes than it has")
+                    raise zipfile.BadZipFile(
+                        "the archive would unpack to more bytes than the file has"
+                    )
             contents: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
             raise CheckpointError(
@@ -222,7 +224,7 @@ class _Found:
             name for name, kind in kinds.items() if not isinstance(dict(contents).get(name), kind)
         ]:
             raise CheckpointError(
-                f"{path} is damaged, because it has no {' and no '.join(wrong)}: use another state"
+                f"{path} is damaged, because it lacks {' and '.join(wrong)}: use another state"
             )
         return contents
 
@@ -230,15 +232,16 @@ class _Found:
         if name not in self.rest["others"]:
             names = ", ".join(self.rest["others"]) or "nothing else"
             raise CheckpointError(
-                f"{self.directory} holds {names}, but no {name!r}: leave it out, or save the state with it"
+                f"{self.directory} holds {names} besides the model and the optimizer, but no {name!r}: leave this "
+                "argument out, or save a state with it"
             )
         then = self.index.batch_world
         now = self.mesh.batch_world
         if then != now and not self.index.others[name]:
             raise CheckpointError(
-                f"{self.directory} has {then} states of {name!r}, one per distinct batch, and this run has {now} "
-                f"distinct batches: leave {name} out, and skip the batches that were seen, {then} per step, divided "
-                f"over {now} (accelerate.skip_first_batches)"
+                f"{self.directory} has {then} states of {name!r}, one for each group of ranks with a batch of its own, "
+                f"but this run has {now} such groups: leave {name} out, and skip the batches that were seen, {then} "
+                f"per step, divided over {now} groups (accelerate.skip_first_batches)"
             )
 
 
@@ -299,8 +302,8 @@ class _ReadAside:
             optimizer.state.update(self._states)
         except Exception as error:
             raise CheckpointError(
-                f"{self.reader.directory} was restored only in part ({in_words(error)}): load a state again before "
-                "continuing"
+                f"{self.reader.directory} was restored only in part ({in_words(error)}): load this state or another "
+                "one again before the run continues"
             ) from error
 
     def _copy_later(self, read: Tensor, into: Tensor) -> None:

@@ -69,7 +69,7 @@ class TakenState:
         if not tensor.own and tuple(share.shape) != (shape := tensor.local_shape(self.mesh.ranks)):
             raise CheckpointError(
                 f"{key} must keep its shape {shape} on this rank, got {tuple(share.shape)}: do not replace parameters "
-                "of a built model"
+                "after the model was built"
             )
         if is_written_by(self.mesh, tensor):
             self.held[key] = share
@@ -110,7 +110,7 @@ def _add_optimizer(found: TakenState, runtime: Runtime, optimizer: torch.optim.O
     if strange:
         raise CheckpointError(
             f"the optimizer has {len(strange)} parameters that do not belong to the model: give them to a second "
-            "optimizer, and pass that optimizer to save_state under a name"
+            "optimizer, and pass that optimizer to save_state by another keyword"
         )
     for parameter, values in optimizer.state.items():
         planned = plans.get(id(parameter))
@@ -129,7 +129,8 @@ def _add_optimizer(found: TakenState, runtime: Runtime, optimizer: torch.optim.O
             else:
                 raise CheckpointError(
                     f"the optimizer keeps a {type(value).__name__} as {key!r} of {planned.name}, which is neither a "
-                    "tensor nor a number: save its state yourself, and pass it to save_state under a name"
+                    "tensor nor a number: leave optimizer= out, and pass an object whose state_dict returns the "
+                    "optimizer's state as plain data by another keyword"
                 )
     found.index.groups = [[plans[id(parameter)].name for parameter in group] for group in given]
     found.index.optimizer = described(optimizer)
@@ -227,7 +228,8 @@ def _plain_bytes(content: dict[str, Any]) -> bytes:
             torch.load(io.BytesIO(file.getvalue()), weights_only=True)
         except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
             raise CheckpointError(
-                f"the state of {name!r} is not plain data (numbers, strings, tensors, lists, dicts): {error}"
+                f"the state of {name!r} is not plain data (numbers, strings, tensors, lists, dicts): {error}: change "
+                "what its state_dict returns, or leave it out"
             ) from error
     file = io.BytesIO()
     torch.save(content, file)

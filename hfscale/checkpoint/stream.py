@@ -67,8 +67,8 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
             versions = mesh.all_gather_object(self.version)
         except Exception as lost:  # for example, a lost connection to a rank
             raise CheckpointError(
-                f"version {self.version} of the weights did not arrive whole: let the engine keep the one that it has "
-                f"({in_words(lost)})"
+                f"version {self.version} of the weights did not arrive completely: let the engine keep its previous "
+                f"version, and stream again ({in_words(lost)})"
             ) from lost
         if len(set(versions)) > 1:
             raise CheckpointError(
@@ -133,12 +133,12 @@ def stream_weights(
     if adapters_only and (adapters is None or merge_adapters or quantization_config is not None):
         raise ConfigError(
             "adapters_only=True needs a model with adapters, and cannot be combined with merge_adapters= or "
-            "quantization_config=, which concern the full weights: leave adapters_only= out, or the other arguments"
+            "quantization_config=, which concern the full weights: leave adapters_only= out, or leave these two out"
         )
     if adapters is not None and is_computed(adapters.whole, adapters.name):
         raise ConfigError(
-            "stream_weights must be of weights, or of a prompt that no encoder computes, got one that an encoder "
-            "computes: write it with hfscale.save_pretrained"
+            "stream_weights cannot stream a prompt that PEFT computes with an encoder: write the prompt with "
+            "hfscale.save_pretrained"
         )
     entries = tensors_to_save(runtime)
     asked = (model, chosen, merge_adapters, adapters_only, repr(quantization_config))
@@ -176,8 +176,9 @@ def _changed(
     fits = isinstance(since, WeightStream) and since.committed and since.asked == asked
     if not (fits and sums and since.sums.keys() == sums.keys()):
         raise ConfigError(
-            "changed_since must be a committed stream of this model that had a version and the same arguments, and "
-            "needs version= for the new stream: stream all weights first"
+            "changed_since must be a committed stream of this model (one that every rank sent and received in full) "
+            "that had version= and the same arguments, and the new stream needs version= too: stream all weights "
+            "first, without changed_since"
         )
     return set(
         compress(
@@ -228,7 +229,7 @@ def _chosen(ranks: Sequence[int] | str, world: int) -> tuple[int, ...]:
     chosen = tuple(range(world)) if ranks == "all" else tuple(map(int, ranks)) if listed else ()
     if not chosen or any(not 0 <= rank < world for rank in chosen):
         raise ConfigError(
-            f"ranks must be 'all' or some of the ranks 0 to {world - 1}, got {ranks!r}"
+            f"ranks must be 'all' or some of the ranks 0 to {world - 1}, got {ranks!r}: pass a list of such ranks"
         )
     return chosen
 
@@ -272,8 +273,9 @@ class _Stored:
                 ).layout.items():
                     if len(self._encoder.made_of(key, tensor)) == 1:
                         raise ConfigError(
-                            f"{key} of shape {tuple(tensor.shape)} does not divide into blocks of weight_block_size: "
-                            "choose another size, or name its module in modules_to_not_convert"
+                            f"{key} of shape {tuple(tensor.shape)} cannot be divided into blocks of weight_block_size: "
+                            "choose another weight_block_size, or name the module of this weight in "
+                            "modules_to_not_convert"
                         )
         conversions = loaded_conversions(self._model)
         like = (

@@ -113,7 +113,7 @@ def _dry_run(
     ]
     if beside:
         raise ConfigError(
-            f"--dry-run has no quantized weights and no optimizer: leave {', '.join(beside)} out, or use hfscale "
+            f"--dry-run takes no quantized weights, optimizer or GPU: leave {', '.join(beside)} out, or use hfscale "
             "estimate"
         )
     working("planning")

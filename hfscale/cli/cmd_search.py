@@ -129,7 +129,8 @@ def _print_rules(arguments: argparse.Namespace, tokens: int) -> None:
 
     if (arguments.learning_rate is None) != (arguments.its_tokens_per_step is None):
         raise ConfigError(
-            "--learning-rate and --its-tokens-per-step go together: give both, or neither"
+            "--learning-rate and --its-tokens-per-step must be given together, got only one of them: give both, or "
+            "neither"
         )
     if arguments.learning_rate is None:
         return

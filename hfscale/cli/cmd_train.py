@@ -137,6 +137,7 @@ def _gibibytes(text: str) -> float:
     if not count:
         # If the flag stands right before an override, argparse takes the override for the flag's size.
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no size: write --max-memory=40GiB (40 means the same), or --max-memory alone at the end"
+            f"{text!r} is no size for --max-memory: write --max-memory=40GiB, or --max-memory=40, which means the "
+            "same, or put --max-memory without a size at the end of the command"
         )
     return count / 2**30

@@ -29,8 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
     transformers.utils.logging.disable_progress_bar()  # for a clone's few kilobytes
     if arguments.dtype not in (None, "float64"):
         raise ConfigError(
-            f"--dtype {arguments.dtype}: verify compares in float64, in which rounding cannot hide a wrong layout: "
-            "leave it out"
+            f"--dtype {arguments.dtype} must be float64, because rounding in other dtypes could hide a wrong layout "
+            "from hfscale verify: leave --dtype out"
         )
     auto_class = flags.auto_class_of(arguments.auto_class)
     asked = flags.layout_of(arguments)

@@ -31,7 +31,7 @@ def check_writable(*files: Path | None) -> None:
     for path in filter(None, files):
         if not path.absolute().parent.is_dir():
             raise ConfigError(
-                f"{path} cannot be written: {path.parent} is not a folder: make it first"
+                f"{path} cannot be written, because {path.parent} is not a folder: make that folder first"
             )
 
 
@@ -69,7 +69,7 @@ def check_target(out: Path, overwrite: bool, **sources: Path | str) -> None:
     for name, source in sources.items():
         if out.resolve() == Path(source).resolve():
             raise ConfigError(
-                f"OUT {out} must not be {name}, which is read: name another directory"
+                f"OUT {out} must not be the directory that is read as {name}: name another directory"
             )
     if out.exists() and not out.is_dir():
         raise ConfigError(f"OUT {out} is a file: name a directory")
@@ -91,4 +91,6 @@ def check_drawing(path: Path) -> None:
         raise ConfigError(f"{path} has the suffix {path.suffix!r}: use {' or '.join(_PICTURES)}")
     check_writable(path)
     if find_spec("matplotlib") is None:
-        raise ConfigError("drawing needs matplotlib: pip install 'hfscale[plots]'")
+        raise ConfigError(
+            "drawing needs matplotlib, which is not installed: pip install 'hfscale[plots]'"
+        )

@@ -102,7 +102,7 @@ def auto_class_of(name: str) -> Any:
     if not hasattr(auto_class, "from_config"):
         close = difflib.get_close_matches(name, auto_classes(), n=3) or ["AutoModelForCausalLM"]
         raise ConfigError(
-            f"--auto-class {name} is not one of transformers' Auto classes: use {', '.join(close)}, ..."
+            f"--auto-class {name} is not one of transformers' Auto classes: use one of them, such as {', '.join(close)}"
         )
     return auto_class
 
@@ -184,7 +184,8 @@ def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     on_host = list(filter(None, (arguments.offload or "").split(",")))
     if unknown := set(on_host).difference(ON_HOST):
         raise ConfigError(
-            f"--offload {unknown.pop()} is unknown: use activations, parameters or optimizer, or several (with commas)"
+            f"--offload {unknown.pop()} is unknown: use activations, parameters or optimizer, or several of these, "
+            "separated by commas"
         )
     again = arguments.recompute or "none"
     away = dict[str, Any]((f"offload_{name}", True) for name in on_host)
@@ -200,7 +201,10 @@ def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     kind = arguments.quantize
     rank = arguments.rank
     if rank is not None and (rank < 1 or arguments.lora is None):
-        raise ConfigError(f"--rank must be a whole number of at least 1, with --lora, got {rank}")
+        raise ConfigError(
+            f"--rank must be a whole number of at least 1, and needs --lora, got --rank {rank}: give both, or leave "
+            "--rank out"
+        )
     if kind is not None:
         given["quantization_config"] = (
             kind if kind == "as_stored" else BitsAndBytesConfig(**QUANTIZATIONS[kind])
@@ -275,7 +279,8 @@ def layout_of(arguments: argparse.Namespace) -> "ParallelConfig":
         ]
         if given and layout.asked(axis) == 1:
             raise ConfigError(
-                f"{', '.join(given)} needs several {axes[f'--{axis}']}: give --{axis} 2 or more as well"
+                f"{', '.join(given)} can be used only with several {axes[f'--{axis}']}: give --{axis} 2 or more as "
+                "well"
             )
     check_layout(layout)
     return layout

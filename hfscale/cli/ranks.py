@@ -33,7 +33,9 @@ def run_ranks(
     except RankError as error:
         said = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = " ".join(dict.fromkeys((said[0], said[-1])))
-        raise MeasurementError(f"{world} processes could not communicate: {reason}") from error
+        raise MeasurementError(
+            f"{world} processes could not communicate: {reason}: remove this cause, or use fewer processes"
+        ) from error
 
 
 def _device() -> torch.device:

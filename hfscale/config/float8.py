@@ -44,9 +44,9 @@ class Float8Config(Spelled):
             check_switch("fp8_all_gather", self.fp8_all_gather)
         if self.fp8_all_gather and self.recipe == "rowwise":
             raise ConfigError(
-                "fp8_all_gather=True with recipe='rowwise': a weight needs different scales for the output and for the "
-                "gradient of the input, and two copies in 8 bits are no smaller than one in 16: use 'tensorwise', or "
-                "leave fp8_all_gather out"
+                "fp8_all_gather=True cannot be used with recipe='rowwise', which needs two copies of each weight in 8 "
+                "bits, scaled for the output and for the gradient of the input, and these are no smaller than one "
+                "copy in 16 bits: use 'tensorwise', or leave fp8_all_gather out"
             )
         object.__setattr__(self, "leave_out", tuple(self.leave_out))
 

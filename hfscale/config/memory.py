@@ -96,7 +96,8 @@ class MemoryConfig(Spelled):
         if kept and not (isinstance(given, int) or given == "full" or self.budget is not None):
             raise ConfigError(
                 f"recompute_keep={list(kept)} needs layers that are recomputed in full, but recompute={given!r} "
-                "recomputes none: use recompute='full', a number or a budget, or leave recompute_keep out"
+                "recomputes none: use recompute='full', a number of layers or a budget like '8GiB', or leave "
+                "recompute_keep out"
             )
         if self.tile_tokens is not None:
             check_count("tile_tokens", self.tile_tokens)
@@ -109,8 +110,8 @@ class MemoryConfig(Spelled):
             check_count("tokens", self.tokens)
         if self.tokens is not None and self.budget is None:
             raise ConfigError(
-                f"tokens={self.tokens} needs a memory budget, but recompute={given!r} is not a budget: leave tokens "
-                "out, or use a budget like recompute='8GiB'"
+                f"tokens={self.tokens} needs a memory budget in recompute, but recompute={given!r} is not a budget: "
+                "leave tokens out, or use a budget like recompute='8GiB'"
             )
 
     def _check_recompute(self) -> None:
@@ -118,7 +119,8 @@ class MemoryConfig(Spelled):
         if isinstance(given, str):
             if byte_count(given) == 0:
                 raise ConfigError(
-                    f"recompute={given!r} leaves no memory for activations: use 'full', or a larger budget like '8GiB'"
+                    f"recompute={given!r} is a budget of 0 bytes, which leaves no memory for activations: use 'full', "
+                    "or a larger budget like '8GiB'"
                 )
             if given not in RECOMPUTE and self.budget is None:
                 raise ConfigError(

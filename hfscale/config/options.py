@@ -49,7 +49,9 @@ class Options:
     def __post_init__(self) -> None:
         for name, kind in SECTIONS.items():
             if not isinstance(given := getattr(self, name), kind | None):
-                raise ConfigError(f"{name} must be a hfscale.{kind.__name__}, got {given!r}")
+                raise ConfigError(
+                    f"{name} must be a hfscale.{kind.__name__}, got {given!r}: pass one, or leave this argument out"
+                )
         if (
             not isinstance(self.mixed_precision, str)
             or self.mixed_precision not in MIXED_PRECISIONS
@@ -68,13 +70,13 @@ class Options:
         check_switch("fused_adapters", self.fused_adapters)
         if self.compile == "cudagraphs":
             raise ConfigError(
-                "compile='cudagraphs' replays kernels on the memory addresses of one batch, but layers run "
-                "collectives, gather weights and get rows of any length: use compile=True"
+                "compile='cudagraphs' replays kernels on the memory addresses of one batch, but hfscale's layers run "
+                "collectives, gather weights and get batches of any length: use compile=True"
             )
         known = ("auto", *torch.compiler.list_backends(()))
         if not isinstance(self.compile, bool) and self.compile not in known:
             raise ConfigError(
-                f"compile must be True, False or one of {', '.join(known)}, got {self.compile!r}"
+                f"compile must be True, False or one of {', '.join(known)}, got {self.compile!r}: pass one of these"
             )
 
     @property
@@ -110,13 +112,15 @@ class Options:
             isinstance(given, Mapping) and all(isinstance(value, bool) for value in given.values())
         ):
             raise ConfigError(
-                f"use_liger_kernel must be True, False or a dict like {{'rope': False}}, got {given!r}"
+                f"use_liger_kernel must be True, False or a dict like {{'rope': False}}, got {given!r}: pass one of "
+                "these"
             )
         for name in ("cross_entropy", "fused_linear_cross_entropy"):
             if given.get(name):
                 raise ConfigError(
-                    f"use_liger_kernel={given!r}: {name} needs a full head, but the head may be sharded: leave it "
-                    "out; hfscale computes head and loss in chunks itself, without full logits"
+                    f"use_liger_kernel={given!r} cannot include {name}, which needs a full head, because hfscale may "
+                    "shard the head: leave this entry out; hfscale computes head and loss in chunks itself, without "
+                    "full logits"
                 )
 
     def check_device(self, device: torch.device) -> None:
@@ -134,14 +138,14 @@ class Options:
         """Raise :class:`ConfigError` if these options cannot be used with quantized weights."""
         if self.mtp_loss_weight is not None:
             raise ConfigError(
-                "mtp_loss_weight cannot be used with quantization_config: leave out either mtp_loss_weight or "
-                "quantization_config"
+                "mtp_loss_weight cannot be used with quantization_config, but both were given: leave out either "
+                "mtp_loss_weight or quantization_config"
             )
         if self.products is not None:
             raise ConfigError(
-                "mixed_precision='fp8' cannot be used with quantization_config, whose weights in 4 or 8 bits are "
-                "multiplied in 16: use mixed_precision='bf16', or leave quantization_config out (adapters over a "
-                "base with fp8 products work)"
+                "mixed_precision='fp8' cannot be used with quantization_config, because weights held in 4 or 8 bits "
+                "are multiplied in 16 bits: use mixed_precision='bf16', or leave quantization_config out (adapters "
+                "over an unquantized base can use fp8)"
             )
 
     def _check_loss_scaling(self) -> None:
@@ -149,7 +153,10 @@ class Options:
         if given is None:
             return
         if not isinstance(given, GradScalerKwargs):
-            raise ConfigError(f"loss_scaling must be an accelerate.GradScalerKwargs, got {given!r}")
+            raise ConfigError(
+                f"loss_scaling must be an accelerate.GradScalerKwargs, got {given!r}: pass one, or leave loss_scaling "
+                "out"
+            )
         if self.mixed_precision != "fp16":
             raise ConfigError(
                 f"loss_scaling= needs mixed_precision='fp16', got {self.mixed_precision!r}: leave loss_scaling out"
@@ -160,8 +167,8 @@ class Options:
         )
         if not (fits and given.enabled):
             raise ConfigError(
-                f"loss_scaling must have init_scale and growth_interval above 0, growth_factor above 1, backoff_factor "
-                f"between 0 and 1, and enabled=True, got {given}"
+                "loss_scaling must have init_scale and growth_interval above 0, growth_factor above 1, backoff_factor "
+                f"between 0 and 1, and enabled=True, got {given}: change the fields that do not fit"
             )
 
     def check_fits(self, layout: ParallelConfig) -> None:
@@ -173,8 +180,9 @@ class Options:
             and (routing.capacity is not None or routing.draws)
         ):
             raise ConfigError(
-                f"routing={routing} needs the tokens of full sequences (for capacity, or random draws), but each "
-                f"of cp_size={layout.cp} ranks routes a part: use router='model' without capacity_factor, or cp_size=1"
+                f"routing={routing} needs the tokens of full sequences on each rank (for its capacity or its random "
+                f"draws), but cp_size={layout.cp} splits sequences over ranks: use router='model' without "
+                "capacity_factor, or cp_size=1"
             )
 
 

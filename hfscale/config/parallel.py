@@ -69,12 +69,15 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
         self._check_compression()
         if self.sp_size != 1:
             raise ConfigError(
-                f"sp_size={self.sp_size} is DeepSpeed's sequence axis, which hfscale does not run: use sp_size=1 "
-                "(cp_size cuts the sequence, sequence_parallel=True cuts norms and residuals over tp)"
+                f"sp_size={self.sp_size} is DeepSpeed's sequence axis, which hfscale does not support: use sp_size=1, "
+                "with cp_size to split sequences over ranks, or sequence_parallel=True to split norms and residuals "
+                "over tensor ranks"
             )
         inherited: Any = self
         if inherited.cp_backend not in (None, "torch"):
-            raise ConfigError(f"cp_backend={inherited.cp_backend!r} is unknown: use 'torch'")
+            raise ConfigError(
+                f"cp_backend={inherited.cp_backend!r} is not supported: use 'torch', or leave cp_backend out"
+            )
         inherited.cp_backend = "torch"
         inherited.sp_backend = inherited.sp_backend or "deepspeed"
         self._sizes = {axis: self.asked(axis) for axis in (*AXES, "sp")}
@@ -104,14 +107,15 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
         given = self.gradient_compression
         if given != "no" and self.dp_replicate == 1:
             raise ConfigError(
-                f"gradient_compression={given!r} compresses gradients between replicas, and dp_replicate_size is 1: "
-                "use dp_replicate_size=2 or more, or leave it out (shards are reduced uncompressed)"
+                f"gradient_compression={given!r} compresses gradients between replicas, but dp_replicate_size is 1: "
+                "use dp_replicate_size=2 or more, or leave gradient_compression out (between dp_shard_size ranks, "
+                "gradients are reduced uncompressed)"
             )
         rank = getattr(provided("gradient_compressions", str(given)), "default_rank", None)
         if rank is None and self.powersgd_rank is not None:
             raise ConfigError(
-                f"powersgd_rank={self.powersgd_rank} needs gradient_compression='powersgd': set that too, or leave "
-                "it out"
+                f"powersgd_rank={self.powersgd_rank} needs gradient_compression='powersgd': set "
+                "gradient_compression='powersgd' too, or leave powersgd_rank out"
             )
         self.powersgd_rank = self.powersgd_rank or rank
 
@@ -124,16 +128,16 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
         cut = self.expert_tp
         if cut not in (1, tp):
             raise ConfigError(
-                f"expert_tp_size={cut} is invalid with tp_size={tp}: use 1 (whole experts)"
-                + (f" or {tp} (each expert cut like the dense layers)" if tp > 1 else "")
+                f"expert_tp_size={cut} is invalid with tp_size={tp}: use 1 (each expert whole on one rank)"
+                + (f" or {tp} (each expert sharded like the dense layers)" if tp > 1 else "")
             )
         if ep == 1:
             return
         if ep * cut % tp:
             raise ConfigError(
-                f"ep_size={ep} does not fit tp_size={tp}: whole experts are spread over all tensor ranks of a batch: "
-                f"use a multiple of {tp}, or expert_tp_size={tp} to cut each expert over them and spread experts over "
-                "data ranks"
+                f"ep_size={ep} does not fit tp_size={tp}, because experts that are not sharded are spread over all "
+                f"tensor ranks of a batch: use a multiple of {tp}, or expert_tp_size={tp} to shard each expert over "
+                "these ranks and spread experts over data ranks"
             )
         batches = self.expert_batches
         replicas = self.dp_replicate
@@ -148,9 +152,9 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
                 if shards % n == 0 or (n % shards == 0 and shards * replicas % n == 0)
             ]
             raise ConfigError(
-                f"ep_size={ep} needs the tensor ranks of {batches} distinct batches, and dp_shard_size={shards} x "
-                f"dp_replicate_size={replicas} cannot be divided so: use ep_size "
-                f"{', '.join(str(n * tp // cut) for n in fits)}, or leave dp_shard_size out"
+                f"ep_size={ep} spreads experts over the tensor ranks of {batches} distinct batches, but "
+                f"dp_shard_size={shards} x dp_replicate_size={replicas} cannot be divided into groups of that many: "
+                f"use ep_size {', '.join(str(n * tp // cut) for n in fits)}, or leave dp_shard_size out"
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -159,7 +163,7 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
         """
         if self.__dict__.get("_fixed") and name in {f.name for f in fields(self)}:
             raise ConfigError(
-                f"{name} of a layout cannot be changed: make a new one with dataclasses.replace"
+                f"{name} of a layout cannot be changed after construction: make a new layout with dataclasses.replace"
             )
         super().__setattr__(name, value)
 
@@ -296,7 +300,7 @@ def _stage_layers(value: Any, pp_size: int, virtual_stages: int) -> tuple[int, .
     listed = value.split(",") if isinstance(value, str) else value
     if not isinstance(listed, (list, tuple)):
         raise ConfigError(
-            f"stage_layers={value!r} is invalid: use one whole number per stage, as in [5, 6, 6, 5]"
+            f"stage_layers={value!r} is invalid: pass the number of layers of each stage, as in [5, 6, 6, 5]"
         )
     counts = tuple(_positive(f"stage_layers[{index}]", count) for index, count in enumerate(listed))
     if len(counts) != pp_size * virtual_stages:

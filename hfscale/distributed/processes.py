@@ -94,8 +94,8 @@ def fitting_layout(layouts: Sequence[ParallelConfig]) -> ParallelConfig:
             return layout
     wanted = ", ".join(f"{layout.describe()} ({layout.total_size})" for layout in layouts)
     raise MeshError(
-        f"{world} process(es) were started, and the layouts are for others: {wanted or 'the list is empty'}: add a "
-        f"layout of {world} process(es), or start as many processes as one of the layouts needs"
+        f"{world} process(es) were started, but no given layout is for that number: {wanted or 'the list is empty'}: "
+        f"add a layout of {world} process(es), or start as many processes as one of the layouts needs"
     )
 
 
@@ -169,8 +169,8 @@ def store_of_ranks(name: str) -> dist.Store:
         waiting = {other for other in waiting if not store.check([f"heard-{other}-{prefix}"])}
         if time.monotonic() > end:
             raise MeshError(
-                f"ranks {sorted(waiting)} did not come within {TIMEOUT}: check in their logs that they were started, "
-                "and what they wait for"
+                f"ranks {sorted(waiting)} did not connect to rank 0 within {TIMEOUT}: check in their logs that they "
+                "were started, and what they wait for"
             )
         time.sleep(_LOOK * bool(waiting))
     return dist.PrefixStore(prefix, store)

@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[Any, int, str]] = {
     "a resized vocabulary": (
         LoraConfig(r=2, target_modules=["q_proj"]),
         70,
-        "and 70 tokens: merge",
+        "and a vocabulary of 70 tokens: merge",
     ),
     "trained biases": (
         LoraConfig(r=2, target_modules=["q_proj"], bias="lora_only"),

@@ -137,7 +137,7 @@ def _refused(start: str, asked: dict[str, Any], words: str) -> None:
         ({"path_initial_model_for_weight_conversion": "."}, "cannot convert"),
         (
             {"selected_adapters": ["two"]},
-            "selected_adapters must name adapters of the model, default, got .two.",
+            "selected_adapters must name adapters of the model .default., got .two.",
         ),
     ],
 )

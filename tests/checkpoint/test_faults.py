@@ -292,7 +292,8 @@ def test_another_optimizer_is_refused(tmp_path: Path, then: str, now: str, fits:
         return
     before = run.everything()
     with pytest.raises(
-        CheckpointError, match=r"has the state of optimizer (AdamW|SGD|adafactor) .* cannot load"
+        CheckpointError,
+        match=r"has the state of the optimizer (AdamW|SGD|adafactor) .* cannot load",
     ):
         hfscale.load_state(run.model, tmp_path / "state", optimizer=other)
     assert run.everything() == before

@@ -141,7 +141,7 @@ def test_ways_to_name_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     with pytest.raises(CheckpointError, match=r"hfscale\.from_pretrained"):
         hfscale.load_state(hfscale.from_config(config), inside, missing_ok=True)
     shutil.copyfile(inside / "m.gguf", inside / "n.gguf")
-    with pytest.raises(CheckpointError, match="must hold one GGUF file"):
+    with pytest.raises(CheckpointError, match="must hold exactly one GGUF file"):
         hfscale.from_pretrained(inside)
     assert main(["inspect", str(inside)]) == 1
     assert "give the path of one" in capsys.readouterr().out

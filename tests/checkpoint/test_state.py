@@ -125,7 +125,10 @@ def refused_under_way(directory: str) -> list[str]:
 def test_microbatches_under_way_are_not_lost_silently(pools: Pools, tmp_path: Path) -> None:
     for messages in pools(2).run(refused_under_way, str(tmp_path / "state")):
         for message, call in zip(messages, ("save_state", "load_state"), strict=True):
-            assert f"{call} would lose the microbatches that pipedream_2bw has in flight" in message
+            assert (
+                f"{call} would lose the gradients of the microbatches that pipedream_2bw has in flight"
+                in message
+            )
             assert "hfscale.drain(model)" in message
 
 
@@ -195,7 +198,9 @@ def test_refusals(tmp_path: Path) -> None:
     other = hfscale.from_config(tiny("gpt2", n_embd=16))
     with pytest.raises(CheckpointError, match="that this model lacks"):
         hfscale.load_state(other, tmp_path / "state")
-    with pytest.raises(CheckpointError, match=r"in torch.float32 and this model in torch.bfloat16"):
+    with pytest.raises(
+        CheckpointError, match=r"in torch.float32, but this model has it in torch.bfloat16"
+    ):
         hfscale.load_state(start({}, 0)[0].to(torch.bfloat16), tmp_path / "state")
     with pytest.raises(CheckpointError, match="dataloader=list has no state_dict"):
         hfscale.save_state(model, tmp_path / "state", dataloader=[])

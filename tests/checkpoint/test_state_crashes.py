@@ -216,7 +216,7 @@ def test_a_planted_link_a_file_and_a_lock(
         (states / name).symlink_to(victim)
     (states / "notes").write_text("mine")
     with pytest.raises(
-        CheckpointError, match="notes is a file, and a directory is to be written there"
+        CheckpointError, match="notes is a file, and a directory is to be written to this path"
     ):
         save(run, states / "notes", 1)
     handle = os.open(states, os.O_RDONLY)

@@ -114,5 +114,5 @@ def test_loaders_with_a_state(pools: Pools, tmp_path: Path) -> None:
     assert pools(4).run(loaders, "pp2-shard2", directory, directory) == [0, 100, 0, 100]
     assert pools(2).run(loaders, "shard2", directory, directory) == [0, 100]
     for message in pools(2).run(loaders, "tp2", directory, directory):
-        assert "has 2 states of 'dataloader', one per distinct batch, and this run has 1" in message
+        assert "has 2 states of 'dataloader', one for each group of ranks" in message
         assert "skip_first_batches" in message

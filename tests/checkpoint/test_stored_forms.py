@@ -280,14 +280,16 @@ def test_scales_that_are_no_blocks(tmp_path: Path) -> None:
 def test_codes_without_scales(tmp_path: Path) -> None:
     codes = torch.zeros(48, 96).to(torch.float8_e4m3fn)
     with pytest.raises(
-        CheckpointError, match=r"m\.weight is stored in float8_e4m3fn and has no scales beside it"
+        CheckpointError, match=r"m\.weight is stored in float8_e4m3fn without scales"
     ):
         opened(tmp_path, StoredWeight({".weight": codes}, lambda dtype: codes.to(dtype)), FP8)
 
 
 def test_words_of_another_width(tmp_path: Path) -> None:
     weight = integers(3)(torch.randn(48, 96))
-    with pytest.raises(CheckpointError, match="m has 9 words per row for 96 numbers of 4 bits"):
+    with pytest.raises(
+        CheckpointError, match="m has 9 32-bit words per row for 96 numbers of 4 bits"
+    ):
         opened(tmp_path, weight, CASES["4 bits"][0])
 
 

@@ -519,13 +519,15 @@ def test_states_are_converted_as_stored(
 
 def test_asked_for_another_form(written: dict[tuple[str, str], Path]) -> None:
     with pytest.raises(
-        ConfigError, match="is for a checkpoint stored in fp8, and this one is in mxfp4"
+        ConfigError,
+        match="is for a checkpoint stored in the format fp8, but this checkpoint is in mxfp4",
     ):
         hfscale.from_pretrained(
             written["gpt_oss", "mxfp4"] / "stored", quantization_config=ASKED["fp8"]()
         )
     with pytest.raises(
-        ConfigError, match="is for a checkpoint stored in mxfp4, and this one is not quantized"
+        ConfigError,
+        match="is for a checkpoint stored in the format mxfp4, but this checkpoint is not quantized",
     ):
         hfscale.plan(written["gpt_oss", "mxfp4"] / "plain", quantization_config=ASKED["mxfp4"]())
 

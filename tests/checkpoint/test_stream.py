@@ -368,7 +368,7 @@ def test_merged_in_eight_bits() -> None:
 def test_parts_of_blocks_are_refused_on_every_rank(pools: Pools, tmp_path: Path) -> None:
     for message in pools(2).run(encoded, "ragged", "tp2", str(tmp_path), 8):
         assert (
-            "gate_proj.weight of shape (10, 64) does not divide into blocks of weight_block_size"
+            "gate_proj.weight of shape (10, 64) cannot be divided into blocks of weight_block_size"
             in message
         )
     model = build("tied", "one", 0, torch.float32)

@@ -100,7 +100,7 @@ def test_a_rank_dies(tmp_path: Path, layout: str, at: str, staged: bool) -> None
         assert any(changed) == (not staged)
         assert not all(changed)
         assert (
-            "version 2 of the weights did not arrive whole: let the engine keep the one that it has"
+            "version 2 of the weights did not arrive completely: let the engine keep its previous version"
             in told
         )
 

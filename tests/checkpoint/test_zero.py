@@ -84,7 +84,7 @@ def test_missing_fragments_are_told(tmp_path: Path, stage: int) -> None:
     if stage == 2:
         written["frozen_param_fragments"][lost] = torch.zeros(3)
         torch.save(written, states[-1])
-        words = "is stored in shape"
+        words = "is stored with the shape"
     else:
         states[-1].unlink()
         words = "model states of 3 ranks.* got 2"

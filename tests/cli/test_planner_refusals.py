@@ -39,7 +39,7 @@ WRONG = {
     f"{SEARCH} --gpus 8 --tokens-per-step much": "4M",
     f"{SEARCH} --gpus 8 --tokens-per-step 1000": "less than one sequence",
     f"{SEARCH} {STEP} --max-memory much": "60GiB",
-    f"{SEARCH} {STEP} --max-memory 200GiB": "at most its 79.6 GiB",
+    f"{SEARCH} {STEP} --max-memory 200GiB": "at most the machine's 79.6 GiB",
     f"{SEARCH} {STEP} --max-memory 1MiB": "Nearest that works",
     f"{SEARCH} {STEP} --max-memory 0GiB": "no size",
     f"{SEARCH} {STEP} --quantize nf4": "give --lora as well",

@@ -83,7 +83,7 @@ def test_expert_ranks_are_ranks_of_the_other_axes(sizes: tuple[int | None, ...])
     [
         (
             {"ep_size": 3, "tp_size": 2},
-            "ep_size=3 does not fit tp_size=2: .* use a multiple of 2, or expert_tp_size=2",
+            "ep_size=3 does not fit tp_size=2, .* use a multiple of 2, or expert_tp_size=2",
         ),
         (
             {"ep_size": 2, "tp_size": 4, "expert_tp_size": 2},
@@ -91,11 +91,11 @@ def test_expert_ranks_are_ranks_of_the_other_axes(sizes: tuple[int | None, ...])
         ),
         (
             {"ep_size": 2, "expert_tp_size": 2},
-            r"expert_tp_size=2 is invalid with tp_size=1: use 1 \(whole experts\)$",
+            r"expert_tp_size=2 is invalid with tp_size=1: use 1 \(each expert whole on one rank\)$",
         ),
         (
             {"ep_size": 4, "dp_shard_size": 6},
-            "ep_size=4 needs the tensor ranks of 4 .* use ep_size 1, 2, 3, 6, or",
+            "ep_size=4 spreads experts over the tensor ranks of 4 .* use ep_size 1, 2, 3, 6, or",
         ),
         (
             {"ep_size": 4, "dp_shard_size": 3, "dp_replicate_size": 2},
@@ -191,7 +191,10 @@ def test_stage_layers(given: object, monkeypatch: pytest.MonkeyPatch) -> None:
         ([5, 0, 6], r"stage_layers\[1\]=0 is invalid: use a whole number of at least 1"),
         ([5, 1.5, 6], r"stage_layers\[1\]=1\.5 is invalid"),
         ("5,many,6", r"stage_layers\[1\]='many' is invalid"),
-        (5, r"stage_layers=5 is invalid: use one whole number per stage, as in \[5, 6, 6, 5\]"),
+        (
+            5,
+            r"stage_layers=5 is invalid: pass the number of layers of each stage, as in \[5, 6, 6, 5\]",
+        ),
     ],
 )
 def test_impossible_stage_layers(given: object, message: str) -> None:

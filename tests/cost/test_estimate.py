@@ -145,7 +145,8 @@ def test_unknown_hardware_and_impossible_sizes(tmp_path: Path) -> None:
     wrong = tmp_path / "machine.json"
     wrong.write_text('{"name": "mine", "flops": -1}')
     with pytest.raises(
-        ConfigError, match=r"describes no machine: flops, memory_bandwidth.* must be positive"
+        ConfigError,
+        match=r"does not describe a machine, because flops, memory_bandwidth.* must be positive",
     ):
         of(hardware=str(wrong))
     mine = replace(find_machine("h100"), name="mine", flops=2 * find_machine("h100").flops)

@@ -347,7 +347,7 @@ def test_the_first_layout_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hfscale.fitting_layout(layouts) is layouts[1]
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(
-        MeshError, match=r"3 process\(es\) were started, and the layouts are for others"
+        MeshError, match=r"3 process\(es\) were started, but no given layout is for that number"
     ):
         hfscale.fitting_layout(layouts)
 

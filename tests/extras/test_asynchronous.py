@@ -219,12 +219,12 @@ def test_what_is_refused(pools: Pools, tmp_path: Path) -> None:
 def test_plans_that_need_a_flush_are_refused(schedule: str) -> None:
     layout = ParallelConfig(pp_size=2, pipeline_schedule=schedule)
     sharded = ParallelConfig(pp_size=2, dp_shard_size=2, pipeline_schedule=schedule)
-    with pytest.raises(ConfigError, match=f"{schedule} keeps several weight versions"):
+    with pytest.raises(ConfigError, match=f"{schedule} keeps several versions of the weights"):
         hfscale.plan(tiny("llama"), sharded)
     with pytest.raises(ConfigError, match="later microbatches in flight"):
         hfscale.plan(tiny("llama"), layout, mixed_precision="fp16")
     bart = BartConfig(vocab_size=67, d_model=32, encoder_layers=2, decoder_layers=2)
-    with pytest.raises(PlanError, match="has no flush, but the decoder of bart"):
+    with pytest.raises(PlanError, match="has no flush after each step, but the decoder of bart"):
         hfscale.plan(bart, layout, auto_class=AutoModelForSeq2SeqLM)
 
 
@@ -257,7 +257,7 @@ def _versions(directory: str, schedule: str) -> list[int]:
         optimizer.zero_grad()
     own[0].requires_grad_(False)
     with pytest.raises(
-        ConfigError, match=r"take their gradients first \(for loss in hfscale\.drain"
+        ConfigError, match=r"finish these microbatches first \(for loss in hfscale\.drain"
     ):
         hfscale.train_step(model, given if microbatches > 1 else given[0])
     return found

@@ -187,7 +187,9 @@ def test_two_extensions_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_place_must_name_a_module_and_a_name() -> None:
-    with pytest.raises(ConfigError, match=r"proofs of the extension 'x' must be places.*'here'"):
+    with pytest.raises(
+        ConfigError, match=r"proofs of the extension 'x' must be import paths.*'here'"
+    ):
         Extension(name="x", proofs={"loss": "here"})
 
 

@@ -229,6 +229,6 @@ def test_another_run(
     monkeypatch.setattr(in_memory.shutil, "disk_usage", lambda _: usage)
     memory = start(ONE, 1, str(tmp_path / "full"))[1]
     with pytest.raises(
-        CheckpointError, match=r"states in memory take [\d,]+ bytes of this host.*make room"
+        CheckpointError, match=r"states in memory need [\d,]+ bytes of this host.*free some memory"
     ):
         memory.save(2)

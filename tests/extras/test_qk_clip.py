@@ -399,7 +399,7 @@ def test_says_that_nothing_was_measured(caplog: pytest.LogCaptureFixture) -> Non
     (batch,) = batches(0, 1, 0, 1, rows="plain")
     hfscale.train_step(model, batch)
     optimizer.step()
-    assert "qk_clip has measured no attention since the last step" in caplog.text
+    assert "qk_clip has measured no attention scores since the last step" in caplog.text
 
 
 def test_scores_follow_exactly() -> None:
@@ -441,7 +441,7 @@ def test_refusals() -> None:
     refused("normalizes, clips", tiny_clone(OlmoConfig(clip_qkv=8.0)))
     refused("has no linear layers q_proj and k_proj", tiny("gpt2"))
     refused("has no linear layers q_proj and k_proj", tiny_clone(DeepseekV3Config()))
-    refused("no tiny BloomForCausalLM attends", tiny_clone(BloomConfig()))
+    refused("and BloomForCausalLM does not", tiny_clone(BloomConfig()))
     refused("qk_clip=0.0 is invalid: use a finite number above 0", "llama", qk_clip=0)
     refused("has no option qk_clip", "llama", name="adamw_torch")
     refused(
@@ -456,7 +456,7 @@ def test_refusals() -> None:
     )
     refused("compile=False", "llama", built={"compile": "aot_eager"})
     refused(
-        "not flex_attention's: load with attn",
+        "flex_attention does not use them: load the model with attn",
         "llama",
         built={"attn_implementation": "flex_attention"},
     )
@@ -481,6 +481,7 @@ def without_rows() -> str:
 
 def test_refusals_of_ranks(pools: Pools) -> None:
     assert all(
-        "'pipedream' reads scores of old weights" in told for told in pools(2).run(asynchronous)
+        "'pipedream' would read attention scores of older weights" in told
+        for told in pools(2).run(asynchronous)
     )
     assert "at least one row on every rank for qk_clip" in pools(2).run(without_rows)[1]

@@ -105,7 +105,9 @@ def test_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     thread = threading.Thread(target=ended.wait)
     thread.start()
     try:
-        with pytest.raises(hfscale.ConfigError, match="before CUDA, threads and process groups"):
+        with pytest.raises(
+            hfscale.ConfigError, match="before CUDA, other threads or process groups"
+        ):
             hfscale.restart_in_place()
     finally:
         ended.set()

@@ -82,7 +82,9 @@ def test_transfers_take_their_time(capsys: pytest.CaptureFixture[str]) -> None:
     with_transfers = _run(capsys, *argv, "--transfer", "0.5")
     assert "bubble 100.0 % of the work" in without
     assert "bubble 133.3 % of the work" in with_transfers  # two transfers, each half a forward pass
-    assert "must be a time of at least 0, got -1" in _refused(capsys, *argv, "--transfer", "-1")
+    assert "must be a time of at least 0 (1 is the time of one forward pass), got -1" in _refused(
+        capsys, *argv, "--transfer", "-1"
+    )
 
 
 @pytest.mark.parametrize("width", [30, 47, 60, 200])
@@ -154,7 +156,7 @@ def test_planned_above_measured(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert lines[4].startswith("measured: 1f1b, p = 2, m = 4, bubble ")
     assert "seconds" in (tmp_path / "t.svg").read_text()
     message = _refused(capsys, "--trace", str(tmp_path / "t.json"), "--pp", "4")
-    assert "has 2 ranks, but the plan 4: use --pp 2" in message
+    assert "on 2 pipeline ranks, but the plan has 4: use --pp 2" in message
 
 
 def test_one_of_several_recorded_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,4 +227,6 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert "is not a trace" in _refused(capsys, "--trace", str(tmp_path / "none.json"))
     (tmp_path / "empty.json").write_text(json.dumps({"traceEvents": []}))
-    assert "has no actions" in _refused(capsys, "--trace", str(tmp_path / "empty.json"))
+    assert "has no forward or backward actions" in _refused(
+        capsys, "--trace", str(tmp_path / "empty.json")
+    )

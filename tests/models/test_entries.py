@@ -59,7 +59,7 @@ def test_an_entry_that_no_longer_holds_is_inferred(monkeypatch: pytest.MonkeyPat
 def test_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _with(monkeypatch, "codegen", "attn", local_attributes=())
     monkeypatch.setattr(found, "infer", _nothing)
-    with proved_anew(), pytest.raises(PlanError, match="hfscale's entry of 'codegen' describes it"):
+    with proved_anew(), pytest.raises(PlanError, match="rules that hfscale has for 'codegen'"):
         found.find_blueprint(_on_meta("codegen"))
 
 

@@ -134,5 +134,5 @@ def test_two_layer_lists_are_refused() -> None:
 def test_a_block_without_a_way_in_or_out_is_refused(missing: str) -> None:
     plan = {**_PLAN, "layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}
     del plan[missing]
-    with pytest.raises(PlanError, match="blocks attn lack a column or a row projection"):
+    with pytest.raises(PlanError, match="blocks attn lack a projection that is sharded by columns"):
         translate_host_plan(plan, "newcomer")

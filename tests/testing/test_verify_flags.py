@@ -95,7 +95,7 @@ def test_the_class_asked_for_is_the_one_compared(
             ["--lora", "q_proj,vproj"],
             "target_modules names 'vproj', which matches nothing in the model",
         ),
-        ("llama", ["--dtype", "bfloat16"], "--dtype bfloat16: verify compares in float64"),
+        ("llama", ["--dtype", "bfloat16"], "--dtype bfloat16 must be float64"),
         (
             "bart",
             ["--auto-class", "AutoModelForSeq2SeqLM", "--pp", "2", "--schedule", "pipedream"],

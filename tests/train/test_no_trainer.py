@@ -203,6 +203,6 @@ def test_a_schedule_that_cannot_change_its_count_is_refused() -> None:
     other = BatchScheduler(torch.optim.lr_scheduler.StepLR(optimizer, 4), [], lambda: 1, True)
     with pytest.raises(
         CheckpointError,
-        match="counts 2 distinct batches in an optimizer step, but this layout has 1",
+        match="counts steps of 2 distinct batches per optimizer step, but this layout has 1",
     ):
         other.load_state_dict(cycle.state_dict())

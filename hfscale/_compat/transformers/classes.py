@@ -109,7 +109,9 @@ def model_of(config: Any, trusted: bool = False) -> Any:
             if path.endswith(f".{name}")
         ]
         if not auto:
-            raise LookupError(f"transformers has no class {name!r}")
+            raise LookupError(
+                f"transformers has no class {name!r}, which the config names in architectures"
+            )
         kind = getattr(transformers, auto[0])
         extra = {"trust_remote_code": trusted}
     with torch.device("meta"):
@@ -182,17 +184,20 @@ def made_or_explained(source: str) -> Iterator[None]:
         yield
     except ArithmeticError as error:  # division by a size of 0
         raise ConfigError(
-            f"no config could be made of {source}: one of its sizes is 0 ({error})"
+            f"no config could be made of {source}, because one of its sizes is 0 ({error}): set every size to at least "
+            "1"
         ) from error
     except StrictDataclassError as error:
         reason = str(error).strip().splitlines()[-1].strip()
         kind, _, words = reason.partition(": ")
         raise ConfigError(
-            f"{source} is invalid: {words if kind.endswith('Error') else reason}: correct that field"
+            f"{source} is invalid: {words if kind.endswith('Error') else reason}: correct this field of the config"
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"no config could be read from {source}: {reason}") from error
+        raise ConfigError(
+            f"no config could be read from {source}, which must have a valid config.json or be a Hub id: {reason}"
+        ) from error
 
 
 @contextmanager
@@ -209,7 +214,7 @@ def built_or_explained(auto_class: Any, config: Any, *others: type[Exception]) -
         if not reason.startswith("Unrecognized configuration class"):
             raise ConfigError(
                 f"no {config.model_type!r} model can be built from this config and these arguments: "
-                f"{type(error).__name__}: {reason}"
+                f"{type(error).__name__}: {reason}: correct the field or the argument that causes this error"
             ) from error
         built = {
             name: classes_by_config(getattr(transformers, name)) or () for name in auto_classes()

@@ -79,9 +79,9 @@ def loading_through(
         read = bool(files) and str(files[0]).endswith(_READ)
         if not sourced and (state_dict is not None or not read):
             raise CheckpointError(
-                f"hfscale loads safetensors and pytorch_model.bin, but {load_config.pretrained_model_name_or_path!r} "
-                f"has {Path(files[0]).name if files else 'none'}: convert it once with "
-                "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+                "hfscale loads weights from safetensors files or pytorch_model.bin, but "
+                f"{load_config.pretrained_model_name_or_path!r} has {Path(files[0]).name if files else 'none'}: "
+                "convert the checkpoint once with AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
             )
         quantizer = load_config.hf_quantizer
         shown = prepare(model, load_config.weight_mapping or [], files or [], quantizer)

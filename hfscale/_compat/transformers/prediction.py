@@ -102,18 +102,22 @@ def prediction_depths(config: Any) -> int:
     try:
         if not depths:
             raise ValueError(
-                "its config has no num_nextn_predict_layers above 0 that transformers reads"
+                "the config must have a num_nextn_predict_layers above 0 that this version of transformers reads"
             )
         if not hasattr(_Host, "get_weight_conversions"):
             raise ValueError(
-                "this version of transformers cannot convert the names of such layers' stored tensors"
+                "this version of transformers cannot convert the names of the stored tensors of "
+                "multi-token-prediction layers"
             )
         if hasattr(config.get_mtp_config(), "chain_hidden_post_norm"):
-            raise ValueError("its layers share a norm that follows them")
+            raise ValueError(
+                "the model's multi-token-prediction layers share a norm that follows them (chain_hidden_post_norm), "
+                "which hfscale does not support"
+            )
     except ValueError as error:
         raise ConfigError(
-            f"mtp_loss_weight does not fit {config.model_type!r}: {error}: leave it out; saves then carry such layers "
-            "along unchanged"
+            f"mtp_loss_weight does not fit {config.model_type!r}: {error}: leave mtp_loss_weight out (saves then copy "
+            "the multi-token-prediction layers unchanged)"
         ) from error
     return int(depths)
 

@@ -183,8 +183,8 @@ class AsStored:
         }:
             odd = sorted(set(expected) ^ set(self.layout))
             raise CheckpointError(
-                f"transformers stores several parameters of {class_name(model)} as one ({', '.join(odd[:4])}), which "
-                "several ranks cannot write: save the model with one process"
+                f"transformers stores several parameters of {class_name(model)} as one tensor ({', '.join(odd[:4])}), "
+                "which several ranks cannot write: save the model in one process"
             )
 
     def made_of(self, name: str, tensor: Tensor) -> dict[str, Tensor]:

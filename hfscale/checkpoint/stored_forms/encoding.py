@@ -67,7 +67,7 @@ class QuantizedAgain:
         if strange and lost:
             raise CheckpointError(
                 f"the checkpoint that the model was loaded from stores {lost[0]} quantized, but the model saves "
-                f"{strange[0]} and no tensor of that name: save the model without quantization="
+                f"{strange[0]} instead of a tensor of that name: save the model dequantized, without quantization="
             )
         for key, tensor in plain.items():
             if key in self._weights:
@@ -99,8 +99,8 @@ def quantized_again(model: nn.Module) -> QuantizedAgain:
     form = form_in(source.directory) if source is not None and source.directory.is_dir() else None
     if source is None or form is None:
         raise ConfigError(
-            "'as_stored' needs the quantized checkpoint that the model was loaded from, got "
-            f"{str(source.directory) if source else 'a model without one'!r}: leave it out"
+            "the option 'as_stored' needs the quantized checkpoint that the model was loaded from, got "
+            f"{str(source.directory) if source else 'a model without one'!r}: leave this option out"
         )
     refuse_other_forms(form)
     return QuantizedAgain(source.directory, form)
@@ -110,8 +110,8 @@ def refuse_other_forms(form: StoredForm) -> None:
     """Raise :class:`ConfigError` for a quantization format that hfscale can read, but not write."""
     if form.method not in ENCODED:
         raise ConfigError(
-            f"'as_stored' can write only {', '.join(ENCODED)}, but the checkpoint is in {form.method}: leave it "
-            "out to save dequantized weights"
+            f"the option 'as_stored' can write only the formats {', '.join(ENCODED)}, but the checkpoint is in "
+            f"{form.method}: leave this option out to save dequantized weights"
         )
 
 
@@ -121,8 +121,8 @@ def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:
     """
     if tuple(value.shape) != weight.shape:
         raise CheckpointError(
-            f"a weight has the shape {weight.shape} in the checkpoint and {tuple(value.shape)} in the model: save the "
-            "model without quantization="
+            f"a quantized weight has the shape {weight.shape} in the checkpoint, but {tuple(value.shape)} in the "
+            "model: save the model dequantized, without quantization="
         )
     parts = weight.parts
     made = {
@@ -191,8 +191,8 @@ def _encode_rows(
         return words
     if prod(scales.source.shape[:-2]) < prod(weight.shape[:-2]):
         raise CheckpointError(
-            "the checkpoint stores one scale for several matrices, and their values have changed: save the model "
-            "without quantization="
+            "several matrices share one quantization scale in the checkpoint, but their values have changed since: "
+            "save the model dequantized, without quantization="
         )
     old = Codes(
         _blocks(read["values"], height, width),

@@ -111,7 +111,7 @@ def _integers(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
     words = arithmetic.codes_in_int32(bits)
     if values.shape[1] != -(-shape[1] * bits // 32):
         raise CheckpointError(
-            f"{key} has {values.shape[1]} words per row for {shape[1]} numbers of {bits} bits, so its "
+            f"{key} has {values.shape[1]} 32-bit words per row for {shape[1]} numbers of {bits} bits, so the "
             "quantization_config describes other weights: download the checkpoint again, or correct "
             "quantization_config in its config.json"
         )
@@ -130,9 +130,9 @@ def _int8(key: str, found: Found, scheme: Scheme) -> DequantizedOnDisk:
     order = int(found["order"][...]) if "order" in found else 0
     if order:
         raise CheckpointError(
-            f"{key} must be stored row by row (weight_format 0), got {order}, which older bitsandbytes wrote for one "
-            "kind of GPU: save it again with bitsandbytes 0.45 or later, or use a checkpoint with weights of 16 or 32 "
-            "bits"
+            f"{key} must be stored row by row (weight_format 0), got weight_format {order}, which older bitsandbytes "
+            "wrote for one kind of GPU: save the weight again with bitsandbytes 0.45 or later, or use a checkpoint "
+            "with weights of 16 or 32 bits"
         )
     scales = _grid(key, _matrices(found["scales"], values), values.shape)
     parts = {"values": StoredPart(values), "scales": scales}
@@ -239,8 +239,8 @@ def _dequantized(
             found = {"values": values, "scales": stored[name], **beside}
             if f"{base}.weight_g_idx" in stored:
                 raise CheckpointError(
-                    f"{base} has its columns in another order (weight_g_idx), which neither transformers nor hfscale "
-                    "can undo: use a checkpoint that was quantized without actorder"
+                    f"{base} is stored with its columns in another order than the model's (weight_g_idx), which "
+                    "neither transformers nor hfscale can undo: use a checkpoint that was quantized without actorder"
                 )
             weight = form.make(base, found, described.scheme(base))
             weight.stored_as = {
@@ -258,9 +258,9 @@ def _dequantized(
     )
     if lost is not None:
         raise CheckpointError(
-            f"{lost} is stored in {str(rest[lost].dtype).removeprefix('torch.')} and has no scales beside it, which "
-            f"{described.method} stores for every weight, so its quantization_config does not describe these files: "
-            "use a checkpoint with weights of 16 or 32 bits"
+            f"{lost} is stored in {str(rest[lost].dtype).removeprefix('torch.')} without scales, which "
+            f"{described.method} stores for every quantized weight, so the checkpoint's quantization_config does not "
+            "describe these files: use a checkpoint with weights of 16 or 32 bits"
         )
     return {**rest, **weights}
 
@@ -333,7 +333,7 @@ def _grid(
             )
     if prod(scales.shape[:-2]) not in (1, prod(shape[:-2])):
         raise CheckpointError(
-            f"{key} of shape {shape} has scales of shape {scales.shape}, which do not fit: download the checkpoint "
-            "again"
+            f"{key} of shape {shape} has scales of shape {scales.shape}, which are neither for one matrix nor for all "
+            "of its matrices: download the checkpoint again"
         )
     return StoredPart(scales, *along)

@@ -214,8 +214,8 @@ def check_asked_form(config: Any, given: Any) -> Any:
             else f"{type(given).__name__}({'' if kept else 'dequantize=True'})"
         )
         raise ConfigError(
-            f"quantization_config={shown} is for a checkpoint stored in {asked or ', '.join(READ)}, and this one is "
-            f"{f'in {found}' if found else 'not quantized'}: leave it out"
+            f"quantization_config={shown} is for a checkpoint stored in the format {asked or ', '.join(READ)}, but "
+            f"this checkpoint is {f'in {found}' if found else 'not quantized'}: leave quantization_config out"
         )
     return AS_STORED if kept else None
 

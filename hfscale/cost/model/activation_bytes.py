@@ -261,9 +261,9 @@ def layers_to_recompute(plan: Plan, situation: Situation) -> frozenset[str]:
         chosen.add(layer.name)
     if kept() > planned.budget:
         raise ConfigError(
-            f"recompute='{human(planned.budget)}' is too small for {tokens:,} tokens in a microbatch: recomputing "
-            f"all {len(held)} layers of this rank still keeps {human(round(kept()))}: use smaller microbatches, "
-            "more ranks, or a larger budget"
+            f"recompute='{human(planned.budget)}' is too small for {tokens:,} tokens in a microbatch: recomputing all "
+            f"{len(held)} layers of this rank still keeps {human(round(kept()))} of activations: use smaller "
+            "microbatches, more ranks, or a larger budget"
         )
     return frozenset(chosen)
 

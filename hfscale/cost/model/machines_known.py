@@ -114,13 +114,15 @@ def find_machine(hardware: str | Machine) -> Machine:
         contents = json.loads(path.read_text())
     except ValueError as error:
         raise ConfigError(
-            f"{path} is no JSON file as `hfscale calibrate --out FILE` writes it: {error}"
+            f"{path} is no JSON file as `hfscale calibrate --out FILE` writes it: {error}: write the file again with "
+            "that command"
         ) from None
     data: dict[str, Any] = contents if isinstance(contents, dict) else {}
     wrong = [key for key in _LEAST if not isinstance(data.get(key), int | float) or data[key] <= 0]
     if wrong:
         raise ConfigError(
-            f"{path} describes no machine: {', '.join(wrong)} must be positive numbers"
+            f"{path} does not describe a machine, because {', '.join(wrong)} must be positive numbers: write it again "
+            "with hfscale calibrate --out FILE"
         )
     given = {field.name: data[field.name] for field in fields(Machine) if field.name in data}
     given |= {
@@ -206,6 +208,7 @@ def read_constants(path: Path) -> Constants:
     missing = [name for name in names if name not in constants]
     if missing:
         raise ConfigError(
-            f"{path} lacks {', '.join(missing)}: write it again with hfscale calibrate --out FILE"
+            f"{path} lacks the constants {', '.join(missing)} of the time estimates: write the file again with hfscale "
+            "calibrate --out FILE"
         )
     return Constants(**{name: float(constants[name]) for name in names})

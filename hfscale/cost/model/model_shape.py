@@ -93,7 +93,7 @@ def shape_of(config: Any) -> ModelShape:
     heads = _first(text, "num_attention_heads", "n_head", "n_heads")
     if not (layers and hidden):
         raise ConfigError(
-            f"{type(config).__name__} has no number of layers or width, which time estimates need: use "
+            f"{type(config).__name__} has no number of layers or no hidden size, which time estimates need: use "
             "hfscale.memory_estimate, which needs neither"
         )
     head = _first(text, "head_dim") or hidden // max(heads, 1)
@@ -132,7 +132,8 @@ def shape_of_plan(plan: Plan, config: Any = None) -> ModelShape:
     """
     if not plan.layers:
         raise ConfigError(
-            f"a {plan.family!r} model has no layers that hfscale knows: its times cannot be estimated"
+            f"a {plan.family!r} model has no list of layers that hfscale knows, so its times cannot be estimated: use "
+            "hfscale.memory_estimate instead"
         )
     shape = shape_of(config) if config is not None else _guessed(plan)
     names = [name for name, _, _ in _matrices(plan)]

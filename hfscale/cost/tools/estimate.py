@@ -205,7 +205,8 @@ def estimate(
     if isinstance(source, Plan):
         if parallel is not None and parallel != source.layout:
             raise ConfigError(
-                "estimate got a plan and another layout: give the config instead of the plan"
+                "estimate got a plan and parallel= with another layout than the plan's: give the config instead of "
+                "the plan, or leave parallel out"
             )
         plan = source
         spec = None

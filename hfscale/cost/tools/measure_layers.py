@@ -131,7 +131,8 @@ def _measured_once(
 def _count(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> MeasuredLayers:
     if layout.total_size > 1 and dist.is_initialized():
         raise ConfigError(
-            "simulated ranks need a process in which torch.distributed is not initialized"
+            "measuring with simulated ranks needs a process in which torch.distributed is not initialized, but it is: "
+            "measure in a separate process"
         )
     with meta_model(spec, layout) as (model, copies):
         plan = runtime_of(model).plan

@@ -68,7 +68,8 @@ def memory_estimate(
         check_switch("gradient_checkpointing", gradient_checkpointing)
     if not isinstance(model_or_plan, nn.Module | Plan):
         raise ConfigError(
-            f"memory_estimate needs a model that hfscale parallelized, or a plan, got {model_or_plan!r}"
+            f"memory_estimate needs a model that hfscale parallelized, or a plan, got {model_or_plan!r}: pass what "
+            "hfscale.from_pretrained or hfscale.plan returned"
         )
     runtime = None if isinstance(model_or_plan, Plan) else runtime_of(model_or_plan)
     plan = model_or_plan if isinstance(model_or_plan, Plan) else runtime_of(model_or_plan).plan

@@ -129,8 +129,9 @@ def search(
     if not every:
         divisor = next(count for count in range(gpus, 0, -1) if sequences % count == 0)
         raise ConfigError(
-            f"no layout of {gpus} GPUs{trial.asked} fits {sequences} sequences a step, {summary.heads} heads and "
-            f"{summary.shape.layers} layers. Nearest: {divisor} GPUs, or a multiple of {gpus} sequences a step"
+            f"no layout of {gpus} GPUs{trial.asked} can divide {sequences} sequences per step, {summary.heads} "
+            f"attention heads and {summary.shape.layers} layers. Nearest: {divisor} GPUs, or a multiple of {gpus} "
+            "sequences per step"
         )
     fitting = trial.fitting(every)
     if not fitting and "offload" not in trial.only:
@@ -170,7 +171,8 @@ class _Trial:
         self.asked = "".join(f", {name}={value}" for name, value in self.only.items())
         if (again := self.only.get("recompute", WAYS[0])) not in WAYS:
             raise ConfigError(
-                f"search tries recompute={', '.join(WAYS)}, got {again!r}: use hfscale estimate for it"
+                f"search tries recompute={', '.join(WAYS)}, got recompute={again!r}: use one of these, or estimate a "
+                "single layout with hfscale estimate"
             )
 
     def check(self, gpus: int, tokens_per_step: int) -> None:
@@ -182,12 +184,13 @@ class _Trial:
         check_count("gpus", gpus)
         if tokens_per_step < sequence:
             raise ConfigError(
-                f"{tokens_per_step:,} tokens a step are less than one sequence of {sequence:,}: use more"
+                f"{tokens_per_step:,} tokens per step are less than one sequence of {sequence:,} tokens: use more "
+                "tokens per step"
             )
         if not 0 < self.budget <= machine.memory:
             raise ConfigError(
-                f"a budget of {human(round(self.budget))} is invalid on {machine.label}: use more than 0, and at "
-                f"most its {human(round(machine.memory))}"
+                f"a memory budget of {human(round(self.budget))} is invalid on {machine.label}: use more than 0, and "
+                f"at most the machine's {human(round(machine.memory))}"
             )
 
     def run(self, gpus: int, sequences: int, on_host: bool = False) -> list[CandidateCost]:
@@ -309,8 +312,8 @@ def learning_rates(learning_rate: float, tokens: float, new_tokens: float) -> tu
     """
     if min(learning_rate, tokens, new_tokens) <= 0:
         raise ConfigError(
-            f"learning rate and tokens per step must be positive, got {learning_rate:g} for {tokens:,.0f} and "
-            f"{new_tokens:,.0f} tokens"
+            f"the learning rate and both numbers of tokens per step must be positive, got {learning_rate:g} for "
+            f"{tokens:,.0f} tokens and {new_tokens:,.0f} new tokens: pass positive numbers"
         )
     times = new_tokens / tokens
     root = "Granziol et al. 2022, derived for Adam and its kin, while the batch is smaller than the gradient's noise"

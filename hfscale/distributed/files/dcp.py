@@ -95,7 +95,9 @@ class _ChunkOnDisk:
         try:
             place = place_of_tensor(archive, self._place.begin)
             if (place.dtype, place.shape) != (self._dtype, self.shape):
-                raise ValueError(f"{place.dtype} {list(place.shape)} is stored")
+                raise ValueError(
+                    f"the file has dtype {place.dtype} and shape {list(place.shape)} instead"
+                )
         except Exception as error:  # torch raises errors of many classes for a damaged archive
             raise CheckpointError(
                 f"{self._file.path} must hold {self._name} with dtype {self._dtype} and shape {list(self.shape)} at "
@@ -119,7 +121,9 @@ class DistributedCheckpoint:
             self._contents = contents_of(metadata)
             unknown = {each.dtype for each in self._contents.tensors.values()} - NAMES.keys()
             if unknown:
-                raise ValueError(f"hfscale does not read its dtype {unknown.pop()}")
+                raise ValueError(
+                    f"the checkpoint has a tensor of dtype {unknown.pop()}, which hfscale does not read"
+                )
         except Exception as error:  # unpickling raises errors of many classes
             raise CheckpointError(
                 f"{metadata} must be the metadata of a torch distributed checkpoint, but cannot be read "
@@ -169,8 +173,9 @@ class DistributedCheckpoint:
         file = self._file(place)
         if min(chunk.sizes, default=0) < 0 or size > place.length or place.begin < 0:
             raise CheckpointError(
-                f"{self.directory / METADATA} must list each chunk with the size that it has in its file, got {name} "
-                f"of shape {list(chunk.sizes)} in {place.length:,} bytes: copy the checkpoint again"
+                f"{self.directory / METADATA} must list each chunk of a tensor with the size that it has in its file, "
+                f"got a chunk of {name} with shape {list(chunk.sizes)} in {place.length:,} bytes: copy the checkpoint "
+                "again"
             )
         if place.begin + place.length > file.size:
             raise CheckpointError(
@@ -195,7 +200,7 @@ def open_checkpoint(directory: Path) -> dict[str, TensorOnDisk]:
     tensors = {plain(str(path[-1])): checkpoint.tensor(path) for path in _weights(checkpoint)}
     if not tensors:
         raise CheckpointError(
-            f"{directory} must hold the weights of a model, but holds only {len(checkpoint.paths)} other tensors: "
+            f"{directory} must hold the weights of a model, but none of its {len(checkpoint.paths)} tensors is one: "
             "pass the directory that has the weights"
         )
     adapted = next((name for name in tensors if _ADAPTERS in name), None)
@@ -242,8 +247,8 @@ def optimizer_of(directory: Path) -> dict[str, Any] | None:
         found["param_groups"].append({**group, "params": names})
     if not found["param_groups"]:
         raise CheckpointError(
-            f"{directory} must hold an optimizer's state under parameter names, in the form of FSDP2's "
-            "get_optimizer_state_dict, but holds none: continue training from the weights alone"
+            f"{directory} must hold an optimizer's state by parameter names, as FSDP2's get_optimizer_state_dict "
+            "returns it, but holds none: continue training from the weights alone"
         )
     return found
 

@@ -35,7 +35,8 @@ class DirectoryLock:
         except BlockingIOError as error:
             self.release()
             raise CheckpointError(
-                f"another job is writing {path} at this moment: give each job a directory of its own"
+                f"another job is writing {path} at this moment: give each job a directory of its own, or wait until "
+                "the other job has ended"
             ) from error
         except OSError:  # for example on NFS
             self.held = False
@@ -111,7 +112,7 @@ def make_staging(target: Path, staging: Path) -> DirectoryLock:
     """
     if target.exists() and not target.is_dir():
         raise CheckpointError(
-            f"{target} is a file, and a directory is to be written there: use another path"
+            f"{target} is a file, and a directory is to be written to this path: use another path"
         )
     staging.parent.mkdir(parents=True, exist_ok=True)
     for left in staging.parent.glob(f".{escape(target.name)}.????????.discarded"):

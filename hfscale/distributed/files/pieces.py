@@ -98,7 +98,7 @@ class TensorInPieces(TensorOnDisk):
             filled += prod(stop - start for start, stop in box)
         if filled != out.numel():
             raise CheckpointError(
-                f"the shards of {self.name} must cover the tensor exactly once, and miss or overlap by "
-                f"{abs(out.numel() - filled):,} entries: save the checkpoint again"
+                f"the shards of {self.name} must cover the tensor exactly once, but {abs(out.numel() - filled):,} of "
+                "its entries are missing or covered twice: save the checkpoint again"
             )
         return out

@@ -70,7 +70,7 @@ class BytesOnDisk:
         """
         # opening a pipe would wait for its writer
         if self.path.exists() and not self.path.is_file():
-            raise ValueError("it is no regular file")
+            raise ValueError("the path is no regular file")
         try:
             self._file = self.path.open("rb", buffering=0)
         except FileNotFoundError as error:
@@ -166,7 +166,9 @@ def _header(file: FileIO) -> tuple[dict[str, Any], int]:
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
     if not 2 <= length <= min(size - 8, _MOST_HEADER):
-        raise ValueError(f"a header of {length} bytes in a file of {size}")
+        raise ValueError(
+            f"it claims to have a header of {length} bytes, but has {size} bytes in all"
+        )
     header: dict[str, Any] = json.loads(
         os.pread(file.fileno(), length, 8), object_pairs_hook=_each_once
     )
@@ -182,16 +184,20 @@ def _header(file: FileIO) -> tuple[dict[str, Any], int]:
             or not {"dtype", "shape"} <= entry.keys()
         ):
             raise ValueError(
-                f"a tensor has bytes {start} to {stop}, and the one before ends at byte {end}"
+                f"its header places a tensor in bytes {start} to {stop}, but the previous tensor ends at byte {end}"
             )
         shape = entry["shape"]
         if not isinstance(entry["dtype"], str) or not all(
             type(n) is int and 0 <= n < _MOST_ROWS for n in shape
         ):
-            raise ValueError(f"a tensor has the shape {shape!r} and dtype {entry['dtype']!r}")
+            raise ValueError(
+                f"its header gives a tensor the shape {shape!r} and dtype {entry['dtype']!r}, of which one is invalid"
+            )
         end = stop
     if 8 + length + end != size:
-        raise ValueError(f"its header describes {8 + length + end} bytes, and it has {size}")
+        raise ValueError(
+            f"its header describes {8 + length + end} bytes, but the file has {size} bytes"
+        )
     return header, 8 + length
 
 
@@ -203,7 +209,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(
-            f"two entries have the name {next(name for name in names if names.count(name) > 1)!r}"
+            f"two entries of the JSON file have the name {next(name for name in names if names.count(name) > 1)!r}"
         )
     return found
 
@@ -241,8 +247,8 @@ class TensorOnDisk(_OnDisk):
         self._begin, end = entry["data_offsets"]
         if end - self._begin != prod(self.shape) * self.dtype.itemsize:
             raise CheckpointError(
-                f"{file.path}: {name} of shape {self.shape} and dtype {entry['dtype']} has {end - self._begin} bytes, "
-                "so the file is damaged: download or save it again"
+                f"{file.path}: {name} of shape {self.shape} and dtype {entry['dtype']} cannot have {end - self._begin} "
+                "bytes, so the file is damaged: download or save it again"
             )
 
     def __getitem__(self, index: Any) -> Tensor:

@@ -177,7 +177,7 @@ def finish_move(directory: str | Path) -> None:
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(
             f"{target} holds an interrupted save, which could not be finished ({error}): run 'hfscale inspect "
-            f"{target}' as a user who may write to the directory"
+            f"{target}', which finishes it, as a user who may write to the directory"
         ) from error
     shutil.rmtree(source, ignore_errors=True)
 
@@ -215,7 +215,9 @@ def _link(
         if name in left_out:
             continue
         if len(linked) > _MOST_LINKS:
-            raise OSError(f"there are more than {_MOST_LINKS:,} files")
+            raise OSError(
+                f"the directory has more than {_MOST_LINKS:,} files, too many to link one by one"
+            )
         if not entry.is_dir(follow_symlinks=False):
             os.link(entry.path, fresh, follow_symlinks=False)
             linked[name] = entry.inode()
@@ -234,7 +236,9 @@ def _trade_names(one: Path, other: Path) -> None:
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError, TypeError) as error:
-        raise OSError("this system does not exchange directories") from error
+        raise OSError(
+            "this system cannot exchange two directories in one step (renameat2)"
+        ) from error
     if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 

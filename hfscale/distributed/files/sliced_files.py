@@ -27,7 +27,7 @@ def open_slices(directory: Path) -> dict[str, TensorOnDisk]:
             if len(begin) != len(tensor.shape) or min(begin, default=0) < 0:
                 raise _damaged(
                     file,
-                    f"offsets {list(begin)} of {name}, whose slice has the shape {list(tensor.shape)}",
+                    f"the offsets {list(begin)} of {name}, whose slice has the shape {list(tensor.shape)}",
                 )
             pieces.setdefault(name, []).append((begin, tensor))
     return {name: _whole(directory, name, each) for name, each in pieces.items()}
@@ -59,7 +59,7 @@ def _whole(
     dtypes = {tensor.dtype for _, tensor in pieces}
     if len(dtypes) > 1 or len({len(end) for end in ends}) > 1:
         raise CheckpointError(
-            f"{directory} must hold slices of {name} of one dtype and with the same number of dims, got "
+            f"{directory} must hold slices of {name} that have one dtype and the same number of dims, got "
             f"{sorted(map(str, dtypes))} with {sorted({len(end) for end in ends})} dims: save the checkpoint again"
         )
     return TensorInPieces(name, shape, dtypes.pop(), (Piece(*each) for each in pieces))

@@ -119,12 +119,14 @@ class CheckpointWriter:
         """
         if name not in self._missing:
             raise CheckpointError(
-                f"{name} was written already, or is not part of this checkpoint: add each announced tensor once"
+                f"{name} was written already, or is not among the tensors that this checkpoint was opened with: add "
+                "each of these tensors once"
             )
         expected = self._missing[name]
         if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
             raise CheckpointError(
-                f"{name} was announced as {_describe(expected)} and arrived as {_describe(tensor)}"
+                f"{name} must be added as {_describe(expected)}, as it was listed when the checkpoint was opened, got "
+                f"{_describe(tensor)}: convert it first"
             )
         path, place = self._places[name]
         with path.open(
@@ -139,7 +141,10 @@ class CheckpointWriter:
         added.
         """
         if self._missing:
-            raise CheckpointError(f"these tensors were not written: {', '.join(self._missing)}")
+            raise CheckpointError(
+                f"these tensors were not written: {', '.join(self._missing)}: add them before the checkpoint is "
+                "finished"
+            )
         if self._index is not None:
             (self.directory / INDEX).write_text(
                 json.dumps(self._index, indent=2, sort_keys=True) + "\n"
@@ -175,7 +180,8 @@ def in_order(contents: Mapping[str, Any]) -> list[tuple[str, Any]]:
     for name, tensor in contents.items():
         if tensor.dtype not in NAMES:
             raise CheckpointError(
-                f"{name} has the dtype {tensor.dtype}, which safetensors files cannot hold: convert it to another dtype"
+                f"{name} has the dtype {tensor.dtype}, which safetensors files cannot hold: convert this tensor to "
+                "another dtype"
             )
     places = {name: place for place, name in enumerate(_ORDER)}
     return sorted(

@@ -47,7 +47,8 @@ def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 raise
             _broken.append(True)
             warnings.warn(
-                f"{function.__name__} runs unfused, so it is slower: it could not be compiled ({error})",
+                f"{function.__name__} runs unfused, so it is slower, because torch.compile could not compile it "
+                f"({error})",
                 stacklevel=2,
             )
             return function(first, *rest)

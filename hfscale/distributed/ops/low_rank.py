@@ -171,8 +171,8 @@ def _differentiable(ctx: Any, grad: Tensor, x: Tensor, a: Tensor, b: Tensor) -> 
     without_graph = ctx.term is not None and not x.requires_grad
     if without_graph or x.dtype != given or a.dtype != own:
         raise RuntimeError(
-            "gradients of fused adapters under autocast cannot be differentiated again, got create_graph=True: build "
-            "the model with fused_adapters=False"
+            "gradients of fused adapters under autocast cannot be differentiated a second time, got "
+            "create_graph=True: build the model with fused_adapters=False"
         )
     wide = grad.to(own)
     down = wide.mm(b) * ctx.scale

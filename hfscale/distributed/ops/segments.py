@@ -404,7 +404,8 @@ def _by_segments(
     """
     if x.shape[dim] != (length := sum(stop - start for start, stop in segments.pieces)):
         raise ConfigError(
-            f"a recurrence must get the {length} tokens of this rank, got {x.shape[dim]}: use sequence_parallel=False"
+            f"a recurrent layer must get the {length} tokens of this rank, got {x.shape[dim]} tokens: use "
+            "sequence_parallel=False"
         )
     state = None
     pieces = list[Tensor]()

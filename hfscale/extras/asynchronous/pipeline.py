@@ -182,7 +182,7 @@ class AsynchronousPipeline(Pipeline):
         if self._broken:
             raise ConfigError(
                 f"an earlier call of train_step under {self._layout.pipeline_schedule} was interrupted by an error, so "
-                "the microbatches in flight are lost: build the model again"
+                "the gradients of its unfinished microbatches are lost: build the model again"
             )
         self._send_report()
         if not self._calls:
@@ -190,8 +190,8 @@ class AsynchronousPipeline(Pipeline):
             self._trained = self._what_trains()
         elif self._trained != self._what_trains():
             raise ConfigError(
-                "requires_grad of parameters changed while microbatches are in flight: take their gradients first (for "
-                "loss in hfscale.drain(model): optimizer.step())"
+                "requires_grad of parameters changed while microbatches are in flight: finish these microbatches "
+                "first (for loss in hfscale.drain(model): optimizer.step())"
             )
         self._trains, self._losses, (worker,) = True, [], self.workers
         self._tell_workers(backward=True)

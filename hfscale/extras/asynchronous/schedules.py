@@ -54,8 +54,8 @@ def _check(plan: "Plan", options: "Options") -> None:
     schedule = layout.pipeline_schedule
     if layout.data_world > 1:
         raise ConfigError(
-            f"{layout.describe()}: {schedule} keeps several weight versions, which FSDP2 does not support: use "
-            "dp_shard_size=1 and dp_replicate_size=1, or a schedule with a flush"
+            f"{layout.describe()}: {schedule} keeps several versions of the weights, which FSDP2 does not support: use "
+            "dp_shard_size=1 and dp_replicate_size=1, or a schedule with a flush after each step, such as '1f1b'"
         )
     if options.mixed_precision == "fp16":
         raise ConfigError(
@@ -64,12 +64,13 @@ def _check(plan: "Plan", options: "Options") -> None:
         )
     if plan.adds_loss:
         raise PlanError(
-            f"{plan.adds_loss} needs a schedule with a flush, but {schedule} has none: use 1f1b"
+            f"{plan.adds_loss} needs a schedule with a flush after each step, but {schedule} has none: use "
+            "pipeline_schedule='1f1b'"
         )
     if plan.stages is not None and plan.stages.stacks is not None:
         raise PlanError(
-            f"pipeline_schedule={schedule} has no flush, but the decoder of {plan.family} needs one, because it reads "
-            "its encoder's output: use 1f1b"
+            f"pipeline_schedule={schedule} has no flush after each step, but the decoder of {plan.family} needs one, "
+            "because it reads the encoder's output: use pipeline_schedule='1f1b'"
         )
 
 
@@ -81,8 +82,9 @@ def _check_pipedream(plan: "Plan", options: "Options") -> None:
     if plan.stages is not None and plan.ties:
         names = " = ".join(plan.stages.ties[0].names)
         raise PlanError(
-            f"pipedream updates each stage with another microbatch's gradient, so the copies of {names} on several "
-            "stages would diverge: use pipedream_2bw, a schedule with a flush, or tie_word_embeddings=False"
+            "pipedream updates each stage with the gradient of another microbatch than the other stages, so the "
+            f"copies of {names} on several stages would diverge: use pipedream_2bw, a schedule with a flush after each "
+            "step, such as 1f1b, or tie_word_embeddings=False"
         )
 
 

@@ -38,7 +38,9 @@ def run(arguments: argparse.Namespace) -> None:
     check_writable(arguments.out)
     sizes = [bytes_of(text, "--sizes") for text in arguments.sizes.split(",")]
     if arguments.processes is not None and arguments.processes < 2:
-        raise ConfigError(f"--processes must be at least 2, got {arguments.processes}")
+        raise ConfigError(
+            f"--processes must be at least 2, got {arguments.processes}: give a larger number, or leave --processes out"
+        )
     from .collectives import draw
 
     if arguments.out is not None:

@@ -169,7 +169,7 @@ class _Cursor:
         """
         found = int(self.number("<Q"))
         if found > min(most, self.size - self.at):
-            raise ValueError(f"it claims to have {found} {what}")
+            raise ValueError(f"its header lists {found} {what}, more than the file can hold")
         return found
 
     def text(self) -> str:
@@ -179,7 +179,7 @@ class _Cursor:
     def _go_on(self, length: int) -> None:
         if length > self.size - self.at:
             raise ValueError(
-                f"{length} bytes are expected from byte {self.at} on, but it has {self.size} bytes"
+                f"{length} bytes are expected from byte {self.at} on, but the file has only {self.size} bytes"
             )
         self.at += length
 
@@ -192,20 +192,26 @@ def _read_header(path: Path, size: int, changed: int) -> _Header:
     with path.open("rb") as file:
         cursor = _Cursor(file, size)
         if cursor.take(len(_MAGIC)) != _MAGIC:
-            raise ValueError("it does not begin with GGUF")
+            raise ValueError("the file does not begin with GGUF")
         version = cursor.number("<I")
         if version not in _VERSIONS:
-            raise ValueError(f"its format has version {version}, not one of {_VERSIONS}")
+            raise ValueError(
+                f"the file has version {version} of the format, but hfscale reads only the versions {_VERSIONS}"
+            )
         tensors = cursor.count(_MOST_TENSORS, "tensors")
         fields = _fields(cursor, cursor.count(_MOST_FIELDS, "fields"))
         architecture = fields[_ARCHITECTURE]
         if (parts := fields.get(_PARTS, 1)) > 1:
-            raise ValueError(f"it is one of {parts} parts: join them by llama-gguf-split --merge")
+            raise ValueError(
+                f"the file is one of {parts} parts of a model: join the parts by llama-gguf-split --merge"
+            )
         # some files have ``none``, which means the same as no entry
         scaling = next((v for k, v in fields.items() if k.endswith(_SCALING)), "none")
         alignment = fields.get(_ALIGNMENT, 32)
         if not 0 < alignment <= 1 << 20:
-            raise ValueError(f"its alignment of data is {alignment} bytes")
+            raise ValueError(
+                f"the file aligns its data to {alignment} bytes, which is not between 1 and 2^20"
+            )
         entries = _table(cursor, tensors, the_package(path))
         start = ceil(cursor.at / alignment) * alignment
     _check_places(entries, size - start, alignment)
@@ -218,12 +224,14 @@ def _table(cursor: _Cursor, count: int, package: Any) -> dict[str, _Entry]:
         name = cursor.text()
         dims = cursor.number("<I")
         if not 0 < dims <= _MOST_DIMS:
-            raise ValueError(f"{name} has {dims} dims")
+            raise ValueError(f"the tensor {name} has {dims} dims, too few or too many")
         shape = tuple(cursor.number("<Q") for _ in range(dims))[::-1]
         kind = package.GGMLQuantizationType(cursor.number("<I"))
         block, size = package.GGML_QUANT_SIZES[kind]
         if name in entries or not 0 < prod(shape) < _LARGEST or shape[-1] % block:
-            raise ValueError(f"{name} cannot have the shape {list(shape)} in the type {kind.name}")
+            raise ValueError(
+                f"the tensor {name} cannot have the shape {list(shape)} in the type {kind.name}, or is listed twice"
+            )
         entries[name] = _Entry(shape, kind, cursor.number("<Q"), prod(shape) // block * size)
     return entries
 
@@ -269,7 +277,7 @@ def _check_places(entries: Mapping[str, _Entry], size: int, alignment: int) -> N
             )
     for (_, end, first), (begin, _, second) in pairwise(placed):
         if begin < end:
-            raise ValueError(f"the bytes of {first} and {second} overlap")
+            raise ValueError(f"the bytes of the tensors {first} and {second} overlap")
 
 
 def begins_like_one(path: Path) -> bool:

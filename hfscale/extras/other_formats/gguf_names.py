@@ -104,7 +104,7 @@ def as_transformers(file: GgufFile, model: Any) -> dict[str, TensorOnDisk]:
     _warn_of_rotary(file, config, _FACTORS in others)
     if left := [key for key in others if key != _FACTORS]:
         _log.warning(
-            "%s: transformers does not read %d tensors of this file (%s)",
+            "%s: %d tensors of this file are left out, because transformers does not read them (%s, for example)",
             file.path,
             len(left),
             left[0],
@@ -120,8 +120,8 @@ def _warn_of_rotary(file: GgufFile, config: Any, factors: bool) -> None:
     kinds = {each.get("rope_type", "default") for each in (inner or [told])}
     if (file.scaling != "none" or factors) and kinds == {"default"}:
         _log.warning(
-            "%s scales rotary embeddings (%s), but the config that transformers makes of the file does not: give the "
-            "model's own, config=",
+            "%s scales rotary embeddings (%s), but the config that transformers makes of the file does not: pass the "
+            "model's own config as config=",
             file.path,
             _FACTORS if factors else file.scaling,
         )

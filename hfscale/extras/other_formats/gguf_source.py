@@ -55,8 +55,8 @@ class GgufSource(FileWithConfig):
             return self
         if tells:
             _log.warning(
-                "%s: every rank reads all of this file, since its architecture (%s) is not one that is read by "
-                "slices: %s",
+                "%s: every rank reads the whole file, because hfscale cannot read its architecture (%s) in slices, "
+                "only these: %s",
                 self.file,
                 architecture,
                 ", ".join(BY_SLICES),
@@ -144,7 +144,8 @@ def _named(path: str | os.PathLike[str], kwargs: Mapping[str, Any]) -> Path | No
         return Path(str(found))
     if not (directory / name).is_file():
         raise errors.CheckpointError(
-            f"gguf_file={str(name)!r} must be a file in {directory}, but is none: give the name of one, or its path"
+            f"gguf_file={str(name)!r} must be a file in {directory}, but no such file exists: give the name of a file "
+            "in this directory, or the path of a file"
         )
     return directory / name
 
@@ -153,7 +154,7 @@ def _alone(directory: Path) -> Path | None:
     files = _files_in(directory)
     if len(files) > 1:
         raise errors.CheckpointError(
-            f"{directory} must hold one GGUF file to be read by itself, got {len(files)} ({files[0].name}, for one): "
-            "name one, gguf_file=, or give its path"
+            f"{directory} must hold exactly one GGUF file, got {len(files)} ({files[0].name}, for example): name the "
+            "file with gguf_file=, or give its path"
         )
     return files[0] if files else None

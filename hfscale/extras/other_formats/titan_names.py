@@ -79,7 +79,7 @@ def as_transformers(tensors: Mapping[str, TensorOnDisk], config: Any) -> dict[st
         name = _name(key)
         if name is None:
             raise CheckpointError(
-                f"weights with torchtitan's names must be a Llama 3's, got {key}: {_TOOL}"
+                f"weights with torchtitan's names must be those of a Llama 3 model, got {key}: {_TOOL}"
             )
         if config is not None and any(part in name for part in _ROTATED):
             text = config.get_text_config()

@@ -98,9 +98,10 @@ class ZeroCheckpoint:
         states = sorted(self.directory.glob(_MODEL_STATES), key=_rank)
         if not states or any("_mp_rank_00_" not in f"_{path.name}" for path in (*paths, *states)):
             raise CheckpointError(
-                f"{self.directory} must be of data ranks alone (mp_rank_00), got {[path.name for path in states]}, of "
-                "model-parallel ranks, whose slices no file describes: join them where it was trained (DeepSpeed's "
-                "engine.save_16bit_model), or with Megatron-DeepSpeed's deepspeed_to_transformers.py"
+                f"{self.directory} must have been written by data-parallel ranks alone (mp_rank_00), got "
+                f"{[path.name for path in states]}, of model-parallel ranks, whose slices no file describes: join the "
+                "weights where they were trained (DeepSpeed's engine.save_16bit_model), or with Megatron-DeepSpeed's "
+                "deepspeed_to_transformers.py"
             )
         self._model = _read(states[0])
         self._model_files = states
@@ -116,8 +117,8 @@ class ZeroCheckpoint:
             ]
         if count != len(paths):
             raise CheckpointError(
-                f"{self.directory} must have the files of {count} ranks ({OPTIMIZER_STATES}), got {len(paths)}: copy "
-                "the files of all ranks"
+                f"{self.directory} must have the files of {count} ranks ({OPTIMIZER_STATES}), got {len(paths)} files: "
+                "copy the files of all ranks"
             )
 
     @contextmanager
@@ -129,8 +130,8 @@ class ZeroCheckpoint:
             yield
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
-                f"{self.directory} must hold what DeepSpeed writes ({first_line(error)}, {type(error).__name__}): copy "
-                "it again, or merge it once with DeepSpeed's zero_to_fp32.py"
+                f"{self.directory} must hold the entries that DeepSpeed writes, but does not ({first_line(error)}, "
+                f"{type(error).__name__}): copy the checkpoint again, or merge it once with DeepSpeed's zero_to_fp32.py"
             ) from error
 
     @property
@@ -163,8 +164,8 @@ class ZeroCheckpoint:
         paths = self._model_files if shapes and self.stage == 3 else self._model_files[:1]
         if shapes and self.stage == 3 and len(paths) != len(self._ranks):
             raise CheckpointError(
-                f"{self.directory} must have the model states of {len(self._ranks)} ranks, each with fragments of "
-                f"frozen weights, got {len(paths)}: copy the files of all ranks"
+                f"{self.directory} must have the model states of {len(self._ranks)} ranks, each with its fragments of "
+                f"the frozen weights, got {len(paths)} files: copy the files of all ranks"
             )
         files = [RawFile(path) for path in paths]
         held = [_read(path)["frozen_param_fragments"] for path in paths] if shapes else []
@@ -180,7 +181,9 @@ class ZeroCheckpoint:
             elif parts[0].shape == shape:
                 found[name] = parts[0]
             else:
-                raise ValueError(f"{name} of shape {shape} is stored in shape {parts[0].shape}")
+                raise ValueError(
+                    f"{name} must have the shape {shape}, but is stored with the shape {parts[0].shape}"
+                )
         return found
 
     def _add_whole(self, found: dict[str, TensorOnDisk], shared: Collection[str]) -> None:
@@ -210,8 +213,8 @@ class ZeroCheckpoint:
         base = [rank[_STATES[self.stage]] for rank in self._ranks]
         if not isinstance(base[0], dict) or not base[0].get("state"):
             raise CheckpointError(
-                f"{self.directory} must hold an optimizer's state of one entry per group, but holds none: train on "
-                "from the weights alone"
+                f"{self.directory} must hold an optimizer's state with one entry per parameter group, but holds none: "
+                "continue training from the weights alone"
             )
         names = [list(group) for group in self.shapes]
         groups = [
@@ -298,7 +301,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         found = structure_of_file(path, "deepspeed")
         if not isinstance(found, dict):
-            raise ValueError(f"it holds a {type(found).__name__}")
+            raise ValueError(f"the file contains a {type(found).__name__}, but must contain a dict")
     except Exception as error:  # of any type: damaged files, or other classes
         raise CheckpointError(
             f"{path} must be a file of DeepSpeed's, but cannot be read ({first_line(error)}): copy it again, or merge "

@@ -179,7 +179,7 @@ class _Mixers:
                 > _TOLERANCE
             ):
                 raise ConfigError(
-                    "something before its attention reads other tokens of a sequence, or counts them"
+                    "a module before its attention reads other tokens of a sequence than its own, or counts tokens"
                 )
         return args, kwargs
 
@@ -328,7 +328,9 @@ def _compare_gathered(subject: _Subject, batch: dict[str, Tensor], mixers: _Mixe
             "attention_mask" not in batch
             and apart(x, inner_hooks.own_tokens(whole, part)) > _TOLERANCE
         ):
-            raise ConfigError("a mixer in it is given what is counted in a part of a sequence")
+            raise ConfigError(
+                "a token mixer of the model gets values that were counted in one part of a sequence only"
+            )
         return whole
 
     gathered = inner_hooks.WholeSequences(record_or_play)

@@ -68,7 +68,8 @@ class LargestScores:
         for config in attention_configs(model):
             if not (host := implementation_of(config)).endswith(("sdpa", "eager")):
                 raise ConfigError(
-                    f"qk_clip reads masks as tensors, not {host}'s: load with attn_implementation='sdpa'"
+                    f"qk_clip reads attention masks as tensors, but attn_implementation={host} does not use them: load "
+                    "the model with attn_implementation='sdpa'"
                 )
             if not host.startswith(_PREFIX):
                 set_implementation(config, answer(_PREFIX, host, _attention))
@@ -205,7 +206,8 @@ class QueryKeyClip(Stepper):
         layout = runtime.mesh.layout
         if not layout.flushes:
             raise ConfigError(
-                f"qk_clip with pipeline_schedule={layout.pipeline_schedule!r} reads scores of old weights: use '1f1b'"
+                f"qk_clip with pipeline_schedule={layout.pipeline_schedule!r} would read attention scores of older "
+                "weights than those that it scales: use pipeline_schedule='1f1b'"
             )
         if runtime.compiled:
             raise ConfigError(
@@ -230,15 +232,16 @@ class QueryKeyClip(Stepper):
         """
         if (scores := self._own()) is None or scores is not self._runtime.observer:
             raise ConfigError(
-                "another optimizer was made for the model after the one with qk_clip: make the one with qk_clip last"
+                "another optimizer was made for the model after the one with qk_clip, so attention scores are no "
+                "longer measured: make the optimizer with qk_clip last"
             )
         if not self._attentions:
             return
         scored = scores.take()
         if not scored and self._attentions[0].projections[0][0].parameter.grad is not None:
             _log.warning(
-                "qk_clip has measured no attention since the last step: keep attn_implementation, and "
-                "use_reentrant=False"
+                "qk_clip has measured no attention scores since the last step, so it scales nothing: do not change "
+                "attn_implementation after loading, and use gradient checkpointing only with use_reentrant=False"
             )
         dtype = torch.promote_types(
             self._attentions[0].projections[0][0].weight.dtype, torch.float32
@@ -272,14 +275,14 @@ class QueryKeyClip(Stepper):
         answers = ask("score scaling", runtime.model, stock=kind, kind=kind)
         if not answers:
             raise ConfigError(
-                f"qk_clip needs transformers' attention functions, and no tiny {kind.__name__} attends by one of them: "
-                "leave it out"
+                "qk_clip needs a model that computes attention by transformers' attention functions, and "
+                f"{kind.__name__} does not: leave qk_clip out"
             )
         for layer in filter(runtime.is_local, runtime.plan.layers):
             for name, module in runtime.model.get_submodule(layer).named_modules(prefix=layer):
                 if why := answers.get(type_name := stock_class(module).__name__):
                     raise ConfigError(
-                        f"qk_clip does not fit {name}: {type_name} {why}: leave it out"
+                        f"qk_clip does not fit {name}: {type_name} {why}: leave qk_clip out"
                     )
                 if why is not None:
                     yield self._attention(name, module, known, runtime)
@@ -295,8 +298,8 @@ class QueryKeyClip(Stepper):
             each for each in chain(*every) if each in runtime.plan.by_name and each not in known
         ):
             raise ConfigError(
-                f"qk_clip scales {missing}, which this optimizer does not train (adapters, frozen weights, groups "
-                "without it): train it, or leave qk_clip out"
+                f"qk_clip scales {missing}, which this optimizer does not train (it has an adapter, is frozen, or is "
+                "in none of the groups): train it, or leave qk_clip out"
             )
         projections = [[known[each] for each in names if each in known] for names in every]
         weight = projections[0][0].planned

@@ -78,11 +78,13 @@ def read_runs(path: Path) -> dict[int, Timeline]:
             runs[run] = _from_zero(rows, *how)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path} is not a trace of a pipeline: {type(error).__name__}: {error}"
+            f"{path} is not a trace of a pipeline: {type(error).__name__}: {error}: give a trace of "
+            "hfscale.record_schedule"
         ) from error
     if not runs:
         raise ConfigError(
-            f"{path} has no actions: give a trace of hfscale.record_schedule or `hfscale schedule --save-trace`"
+            f"{path} has no forward or backward actions: give a trace of hfscale.record_schedule or `hfscale schedule "
+            "--save-trace`"
         )
     return runs
 

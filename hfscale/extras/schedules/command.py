@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
     asked = {arguments.name, arguments.schedule} - {None}
     if len(asked) > 1:
         raise ConfigError(
-            f"two schedules are named, {arguments.name} and --schedule {arguments.schedule}: draw one"
+            f"two schedules are named, {arguments.name} and --schedule {arguments.schedule}: name only one"
         )
     arguments.schedule = next(iter(asked), None)
     check_writable(arguments.csv, arguments.out, arguments.save_trace)

@@ -30,7 +30,10 @@ def run_schedule(arguments: argparse.Namespace) -> None:
     costs = measured_costs(measured) if measured else DEFAULT_COSTS
     transfer = arguments.transfer or 0.0
     if transfer < 0:
-        raise ConfigError(f"--transfer must be a time of at least 0, got {transfer}")
+        raise ConfigError(
+            f"--transfer must be a time of at least 0 (1 is the time of one forward pass), got {transfer}: give a "
+            "larger number"
+        )
     costs = replace(costs, communication=transfer * costs.forward)
     planned = simulate(actions, costs, schedule, microbatches)
     shown = [("", planned)]
@@ -39,7 +42,8 @@ def run_schedule(arguments: argparse.Namespace) -> None:
         ranks = measured.num_ranks
         if ranks != planned.num_ranks:
             raise ConfigError(
-                f"{arguments.trace} has {ranks} ranks, but the plan {planned.num_ranks}: use --pp {ranks}"
+                f"{arguments.trace} was recorded on {ranks} pipeline ranks, but the plan has {planned.num_ranks}: use "
+                f"--pp {ranks}"
             )
         name = measured.name or schedule
         count = measured.microbatches or microbatches

@@ -58,7 +58,7 @@ def record_schedule(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[
     workers = pipeline.workers
     if any(worker.recorder is not None for worker in workers):
         raise ConfigError(
-            "this model is being recorded already: leave the first record_schedule before the next"
+            "this model is being recorded already: end the first record_schedule block before the next one begins"
         )
     # Check the folder now, on rank 0, because a failed write at the end would leave the other ranks waiting.
     missing = [not target.absolute().parent.is_dir()]

@@ -70,7 +70,8 @@ def drill(
     every = recipe.training.save_every or max(1, recipe.training.steps // 10)
     if steps < 2 * kills:
         raise RecipeError(
-            f"{kills} kills need at least {2 * kills} steps, but training.steps={steps}: use more"
+            f"{kills} kills need at least {2 * kills} training steps, but training.steps={steps}: use more steps, or "
+            "fewer kills"
         )
     fixed = [
         *overrides,
@@ -165,7 +166,7 @@ class _Run:
     def finish(self) -> float:
         if code := self._agent.wait():
             raise RecipeError(
-                f"the run ended with exit code {code}: {self._directory}/drill.log says why"
+                f"the training run failed with exit code {code}: read {self._directory}/drill.log for the reason"
             )
         return time.monotonic() - self._begun
 
@@ -258,7 +259,8 @@ class _Run:
         while not come():
             if self._agent.poll() is not None:
                 raise RecipeError(
-                    f"the run ended before all strikes: {self._directory}/drill.log says why"
+                    "the training run ended before the drill had killed all the processes it was to kill: read "
+                    f"{self._directory}/drill.log for the reason"
                 )
             time.sleep(_LOOK)
 

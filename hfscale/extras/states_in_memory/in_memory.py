@@ -98,7 +98,7 @@ class StatesInMemory:
             whole.mkdir(mode=0o700, exist_ok=True)
             if whole.is_symlink() or whole.stat().st_uid != os.getuid():
                 raise CheckpointError(
-                    f"{whole} belongs to somebody else: remove it, or give another memory="
+                    f"{whole} belongs to another user, or is a link: remove it, or give another directory as memory="
                 )
             self.directory = whole / self._name_of_run()
             self.directory.mkdir(exist_ok=True)
@@ -161,7 +161,11 @@ class StatesInMemory:
             # Raise if the disk has no state either: a run from step 0 would replace the state in memory.
             if none_there(self._disk, self._mesh):
                 raise
-            _log.warning("%s: taking the newest state of %s instead", error, self._disk)
+            _log.warning(
+                "the state in memory cannot be loaded (%s): loading the newest state of %s instead",
+                error,
+                self._disk,
+            )
         return load_state(self._model, self._disk, missing_ok=True, **given)
 
     def newest(self, disk: Path | None = None) -> Path | None:
@@ -293,8 +297,8 @@ class StatesInMemory:
         )
         if needed > free:
             raise CheckpointError(
-                f"states in memory take {needed:,} bytes of this host, but {self.directory.parent} has {free:,} free: "
-                "save to the disk (hfscale.save_state), or make room"
+                f"states in memory need {needed:,} bytes of this host, but {self.directory.parent} has only {free:,} "
+                "bytes free: save to the disk (hfscale.save_state), or free some memory"
             )
 
 
@@ -311,6 +315,9 @@ def _remove_others(
         if path != kept:
             if run is None or (not problems_of(path) and mark_of(path).run != run):
                 _log.warning(
-                    "%s %s, and %s replaces it: it is removed from memory", path, why, kept
+                    "the state %s %s, and %s replaces it, so it is removed from memory",
+                    path,
+                    why,
+                    kept,
                 )
             shutil.rmtree(path, ignore_errors=True)

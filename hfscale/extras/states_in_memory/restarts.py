@@ -47,7 +47,8 @@ def restart_in_place(restarts: int = 100) -> None:
     check_count("restarts", restarts, 0)
     if accelerators().is_initialized() or dist.is_initialized() or threading.active_count() > 1:
         raise ConfigError(
-            "restart_in_place must come before CUDA, threads and process groups: call it right after the imports"
+            "restart_in_place must be called before CUDA, other threads or process groups are started: call it right "
+            "after the imports"
         )
     world = started_processes()
     outer = int(os.environ.get(RESTARTS, "0"))

@@ -78,8 +78,8 @@ def _in_memory(model: Any) -> WholeModel:
     kind = class_name(model)
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
-            f"a {kind} is not a model of transformers: give one, the directory of a checkpoint or a Hub id; merge an "
-            "adapter first (merge_and_unload())"
+            f"a {kind} is not a model of transformers: give such a model, the directory of a checkpoint or a Hub id; "
+            "for a model with an adapter, merge the adapter first (merge_and_unload())"
         )
     tensors = dict(model.named_parameters())
     spread = is_distributed_by_host(model, spread=False)
@@ -103,8 +103,8 @@ def _on_disk(source: str | os.PathLike[str]) -> WholeModel:
             directory = Path(snapshot_download(str(source), allow_patterns=wanted))
         except (OSError, ValueError, HfHubHTTPError) as error:
             raise CheckpointError(
-                f"{str(source)!r} is neither a directory here nor a model on the Hub ({type(error).__name__}: "
-                f"{error}): correct it, or download the model first"
+                f"{str(source)!r} is neither a local directory nor a model on the Hub ({type(error).__name__}: "
+                f"{error}): correct the path or the Hub id, or download the model first"
             ) from error
     finish_move(directory)
     if not (directory / "config.json").is_file():
@@ -207,8 +207,9 @@ class Upcycling:
         types = {dense.tensors[self.stored[name]].dtype for name in self._projections()}
         if len(types) > 1:
             raise CheckpointError(
-                f"the MLPs of the dense checkpoint have several dtypes, {', '.join(sorted(map(str, types)))}, but the "
-                "experts of a layer are one tensor in transformers: load it with one dtype and save it again"
+                f"the MLPs of the dense checkpoint have several dtypes, {', '.join(sorted(map(str, types)))}, but "
+                "transformers holds the experts of a layer in one tensor: load the dense model with one dtype and "
+                "save it again"
             )
         self.dtype: torch.dtype = types.pop()  # dtype of experts and routers
         # The config of a model in memory may name another dtype than its weights now have.

@@ -164,7 +164,7 @@ def find_family(config: PreTrainedConfig) -> Family:
     else:
         why = "hfscale has no mixture of experts with such layers in its table"
     raise ConfigError(
-        f"a {kind!r} model cannot be upcycled: {why}. Upcycled are {known}; another family is an entry in "
+        f"a {kind!r} model cannot be upcycled: {why}. Supported are {known}; to add another family, add an entry to "
         "hfscale/extras/upcycle/moe_targets.py"
     )
 

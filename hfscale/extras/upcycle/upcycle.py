@@ -95,7 +95,8 @@ def _write(job: Upcycling, target: Path, max_shard_size: str | int) -> Path:
         )
     if source is not None and target.resolve() == source.resolve():
         raise ConfigError(
-            f"{target} holds the dense model, which would be overwritten: name another directory"
+            f"{target} holds the dense model, which would be overwritten: name another directory for the mixture of "
+            "experts"
         )
     with atomic_directory(target, stale=STALE) as staging:
         writer = CheckpointWriter(staging.path, job.contents(), max_shard_size)
@@ -120,6 +121,6 @@ def _check_class(source: Any, config: PreTrainedConfig) -> None:
     kinds = [type(source).__name__] if in_memory else config.architectures or []
     if not all(kind.endswith("ForCausalLM") for kind in kinds):
         raise ConfigError(
-            f"a {kinds[0]} cannot be upcycled, only causal language models: save it as one, with "
+            f"a {kinds[0]} cannot be upcycled, because only causal language models can: save the model as one, with "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
         )

@@ -30,7 +30,7 @@ def wrap(model: Any, config: Any, name: str, autocast: bool = True, beside: bool
     except (ValueError, TypeError, NotImplementedError) as error:
         around = class_name(peft.adapted_model(model))
         raise ConfigError(
-            f"PEFT cannot apply {type(config).__name__} to {around}: {error}"
+            f"PEFT cannot apply {type(config).__name__} to {around}: {error}: correct the PEFT config"
         ) from error
 
 
@@ -78,8 +78,8 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
         wrapper: Any = modules[wrapper_name]
         if kept_in not in (*peft.ADAPTER_DIMS, *peft.COPIES, peft.IA3_SCALES, peft.TOKEN_ROWS):
             raise ConfigError(
-                f"{type(wrapper).__name__} keeps {kept_in!r} in {wrapper_name}, which hfscale cannot shard: use LoRA "
-                "(with DoRA, rsLoRA), IA3 or LoHa"
+                f"{type(wrapper).__name__} has adapter parameters of the kind {kept_in!r} in {wrapper_name}, which "
+                "hfscale cannot shard: use LoRA (with DoRA, rsLoRA), IA3 or LoHa"
             )
         path = stock_name(wrapper_name)
         inner = unwrapped(wrapper)
@@ -88,7 +88,7 @@ def adapter_parameters(whole: Any, plan: Plan) -> list[AdapterParameter]:
         base = f"{path}.{adapted}"
         if base not in plan.by_name:
             raise ConfigError(
-                f"PEFT put an adapter on {base}, but the model has no such parameter: correct target_modules or "
+                f"PEFT added an adapter to {base}, which is not a parameter of the model: correct target_modules or "
                 "target_parameters"
             )
         owner = owners.setdefault(id(parameter), name)

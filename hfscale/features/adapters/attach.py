@@ -230,8 +230,9 @@ def attach_adapters(
 def _refuse_loftq(config: Any, mesh: Mesh) -> None:
     if getattr(config, "init_lora_weights", True) == "loftq" and mesh.device.type == "cpu":
         raise ConfigError(
-            "LoraConfig(init_lora_weights='loftq') is computed by bitsandbytes on an accelerator, got a CPU: use "
-            "'pissa', or create the adapter on a machine with a GPU and pass its directory as peft_config"
+            "LoraConfig(init_lora_weights='loftq') needs an accelerator, because bitsandbytes computes it, but this "
+            "run is on a CPU: use 'pissa', or create the adapter on a machine with a GPU and pass its directory as "
+            "peft_config"
         )
 
 
@@ -299,8 +300,8 @@ def _give_local_shapes(
     for adapter in adapters:
         if adapter.name not in here:
             raise PlanError(
-                f"PEFT did not create {adapter.name}, but the plan has this parameter on this rank: report this with "
-                "the peft_config"
+                f"PEFT did not create the parameter {adapter.name}, which hfscale's plan places on this rank: report "
+                "this with the peft_config"
             )
         planned = plan.by_name[adapter.name]
         old = here[adapter.name]

@@ -43,17 +43,17 @@ def refuse_tied(adapters: Any, plan: Plan, kinds: Collection[str] | None = None)
         bias = f"{adapter.base.rpartition('.')[0]}.bias"
         if merged and adapter.kept_in in IN_FRONT:
             raise ConfigError(
-                f"{adapter.name} must be an adapter of weights to be merged, got a prompt, which stands in front of "
-                "a text: write it with hfscale.save_pretrained"
+                f"{adapter.name} must be an adapter of weights to be merged, got a prompt, whose virtual tokens "
+                "precede the text: write it with hfscale.save_pretrained"
             )
         if merged and adapter.kept_in == BEFT_BIAS and bias not in stock.by_name:
             raise ConfigError(
-                f"{adapter.name} must be merged into a bias, but {adapter.base} has no bias: save the adapter without "
-                "merging, with hfscale.save_pretrained"
+                f"{adapter.name} can be merged only into a bias, but {adapter.base} belongs to a module without one: "
+                "save the adapter without merging, with hfscale.save_pretrained"
             )
         if merged and adapter.tied_to is None and not same <= alike:
             raise ConfigError(
-                f"{adapter.name} cannot be merged: {' and '.join(sorted(same))} are one weight, and merging the "
+                f"{adapter.name} cannot be merged: {' and '.join(sorted(same))} are tied to one weight, so merging the "
                 f"adapter of {adapter.base} would change all of them: save the adapter without merging "
                 "(hfscale.save_pretrained), adapt modules of the layers instead, or train the tied weight itself "
                 "(ensure_weight_tying=True, with modules_to_save or trainable_token_indices)"
@@ -86,7 +86,7 @@ def refuse_not_finite(runtime: Runtime) -> None:
         # The message begins with PEFT's text, which scripts may match.
         raise ConfigError(
             f"NaNs detected in the merged weights. The adapter {runtime.adapters.name} seems to be broken: "
-            f"{every[rank][0]} holds NaN or infinity on rank {rank}, and cannot be merged: the model is as it was; "
+            f"{every[rank][0]} holds NaN or infinity on rank {rank}, so nothing was merged and the model is as it was: "
             "load an earlier state"
         )
 

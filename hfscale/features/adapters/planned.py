@@ -168,18 +168,19 @@ def _check(config: Any, plan: Plan) -> None:
         if getattr(config, field, 0.0) and plan.layout.total_size > 1:
             raise ConfigError(
                 f"{type(config).__name__}({field}=...) draws random numbers by the size of each rank's shard, so they "
-                "would differ from the numbers of one process: leave it out, or use one process"
+                "would differ from the numbers that one process draws: leave this option out, or use one process"
             )
     if getattr(config, "generator_seed", None) is not None and plan.layout.total_size > 1:
         raise ConfigError(
-            f"{type(config).__name__}(generator_seed=...) draws from separate generators, which are equal on ranks "
-            "with different batches and which no saved state contains: leave it out, or use one process"
+            f"{type(config).__name__}(generator_seed=...) draws from separate random generators, which are equal on "
+            "ranks with different batches and which no saved state contains: leave generator_seed out, or use one "
+            "process"
         )
     trains_biases = getattr(config, "bias", "none") != "none"
     if method in OF_WHOLE_PROJECTIONS and trains_biases and plan.layout.tp > 1:
         raise ConfigError(
-            f"{type(config).__name__}(bias={config.bias!r}) trains biases of which each tensor rank has only a shard, "
-            "but this adapter computes with full biases: leave bias out, or use tp_size=1"
+            f"{type(config).__name__}(bias={config.bias!r}) trains biases, but tp_size > 1 shards them and this PEFT "
+            "method computes with full biases: leave bias out, or use tp_size=1"
         )
     if plan.quantized is not None:
         check_over_quantized(config, plan.quantized, plan.layout.data_world)
@@ -199,7 +200,7 @@ def _check_tying(config: Any, plan: Plan, tied: ParameterPlan) -> None:
     if adapted:
         # PEFT ties factors as views of one storage, but each view is a parameter with its own gradient.
         raise ConfigError(
-            f"ensure_weight_tying=True must have no target_modules on tied weights ({tied.name} is tied to "
+            f"ensure_weight_tying=True cannot be used with target_modules on tied weights ({tied.name} is tied to "
             f"{tied.tied_to}), got {adapted[0]}: train the tied weight with modules_to_save or "
             "trainable_token_indices, or leave ensure_weight_tying out"
         )
@@ -207,8 +208,8 @@ def _check_tying(config: Any, plan: Plan, tied: ParameterPlan) -> None:
     bias = f"{tied.name.rpartition('.')[0]}.bias"
     if copies and bias in plan.by_name:
         raise ConfigError(
-            f"ensure_weight_tying=True with modules_to_save needs a head without a bias, got {bias}, which PEFT's tied "
-            "copy omits: use trainable_token_indices"
+            f"ensure_weight_tying=True with modules_to_save needs a head without a bias, got {bias}, which the tied "
+            "copy that PEFT makes would not have: use trainable_token_indices"
         )
 
 
@@ -223,7 +224,7 @@ def _check_copies(config: Any, plan: Plan) -> None:
         inside = [name for name in cut if f".{wanted}." in f".{name}."]
         if inside:
             raise ConfigError(
-                f"modules_to_save={wanted!r} is or holds {inside[0]}, but modules_to_save can copy only modules "
+                f"modules_to_save={wanted!r} is or contains {inside[0]}, but modules_to_save can copy only modules "
                 "outside of the layers, and single projections: name such modules, or train the whole model without "
                 "adapters"
             )
@@ -258,8 +259,8 @@ def _refuse_quantized_copies(config: Any, plan: Plan) -> None:
             if not quantized.by_bitsandbytes:
                 instead = "adapt it instead, by target_modules"
             raise ConfigError(
-                f"modules_to_save={wanted!r} trains all weights, but {inside[0]} is {quantized.described}, so it gets "
-                f"no gradients: {instead}"
+                f"modules_to_save={wanted!r} trains all weights of a module, but {inside[0]} is {quantized.described} "
+                f"and gets no gradients: {instead}"
             )
 
 
@@ -275,15 +276,15 @@ def _check_places(plan: Plan) -> None:
         if embeds and adapter.kept_in == DORA_MAGNITUDES:
             raise ConfigError(
                 f"{plan.embedding}: hfscale does not support DoRA on an embedding that is sharded along the "
-                "vocabulary: leave it out of target_modules, or use tp_size=1"
+                "vocabulary: leave the embedding out of target_modules, or use tp_size=1"
             )
         if adapter.kept_in in IN_FRONT:
             continue
         if sum(plan.is_local(rank, adapter.name) for rank in range(plan.layout.pp)) > 1:
             path = adapter.base.rpartition(".")[0]
             raise ConfigError(
-                f"{path} runs on several pipeline stages, where copies of one adapter would diverge: leave it out "
-                f"(exclude_modules=[{path.rpartition('.')[2]!r}]), or use pp_size=1"
+                f"{path} runs on several pipeline stages, where the copies of its adapter would diverge: leave this "
+                f"module out (exclude_modules=[{path.rpartition('.')[2]!r}]), or use pp_size=1"
             )
 
 
@@ -299,8 +300,8 @@ def refuse_cut_groups(config: Any, plan: Plan) -> None:
         spans = [span for rank in range(cut.size) for span in cut.spans(base.shape[0], rank)]
         if any(edge % size for span in spans for edge in span):
             raise ConfigError(
-                f"RoadConfig(group_size={size}) must divide the number of outputs of {adapter.base} on each tensor "
-                f"rank, got {spans}: use a smaller group_size, or another tp_size"
+                f"RoadConfig(group_size={size}) must divide the outputs of {adapter.base} on each tensor rank into "
+                f"full groups, got ranks with the outputs {spans}: use a smaller group_size, or another tp_size"
             )
 
 

@@ -55,13 +55,13 @@ def parameters_in_front(whole: Any, plan: Plan) -> list[AdapterParameter]:
     asked = f"{type(config).__name__} over {layout.describe()}"
     if plan.lookup is None or plan.head is None or plan.loss is None or plan.no_step:
         raise ConfigError(
-            f"{asked} must be added to a causal language model that reads tokens, got "
-            f"{class_name(whole.get_base_model())}: use LoRA, or one process"
+            f"{asked} needs a causal language model that reads tokens, got {class_name(whole.get_base_model())}: use "
+            "LoRA, or one process"
         )
     if kept_in == PREFIX and layout.cuts_sequences:
         raise ConfigError(
-            f"{asked} must be read by every token of a sequence, but each context rank's attention reads keys by their "
-            "places in the sequence, and a prefix has none: use PromptTuningConfig, or cp_size=1"
+            f"{asked} cannot be used, because the attention of context ranks reads keys by their positions in the "
+            "sequence, and the keys of a prefix have none: use PromptTuningConfig, or cp_size=1"
         )
     check_prefix(config, plan)
     return [
@@ -82,8 +82,8 @@ def check_prefix(config: Any, plan: Plan) -> None:
     planned = recomputed(plan)
     if config.is_prompt_learning and is_prefix(config) and (planned.layers or planned.modules):
         raise ConfigError(
-            f"{type(config).__name__} must be read once in each pass, but recomputation would add its keys twice: "
-            "leave recompute out"
+            f"{type(config).__name__} must be read once in each pass, but recomputation would add the prefix's "
+            "keys twice: leave recompute out"
         )
 
 
@@ -215,8 +215,8 @@ def in_front(plan: Plan, peft_model: Any, batch: Batch) -> Batch:
     strange += ["attention_mask [b, heads, s, s]"] if mask is not None and mask.ndim != 2 else []
     if ids is None or strange:
         raise ConfigError(
-            "a batch for a model with a prompt must have input_ids, labels and attention_mask [b, s], got "
-            f"{', '.join(strange or batch)}: leave other fields out, and do not pack documents into rows"
+            "a batch for a model with a prompt must have only input_ids, labels and attention_mask [batch, sequence], "
+            f"got {', '.join(strange or batch)}: leave other fields out, and do not pack several documents into one row"
         )
     if kind == PREFIX or plan.lookup_shape is None:
         return batch
@@ -265,7 +265,7 @@ def install_prompts(runtime: Runtime, peft_model: Any) -> None:
 
     def refuse(*_: Any, **__: Any) -> None:
         raise ConfigError(
-            f"generate behind a prompt must run in one process, got {plan.layout.describe()}: save the prompt "
+            f"generate with a prompt must run in one process, got {plan.layout.describe()}: save the prompt "
             "(hfscale.save_pretrained), and load it with PEFT"
         )
 
@@ -324,8 +324,8 @@ def _prefix(runtime: Runtime, peft_model: Any) -> Callable[[dict[str, Any]], dic
         modules = runtime.model.modules()
         if any(getattr(module, "gradient_checkpointing", False) for module in modules):
             raise ConfigError(
-                "gradient checkpointing must be off with a prefix, because recomputation would add its keys twice: "
-                "leave it out"
+                "gradient checkpointing must be off with a prefix, because recomputation would add the prefix's keys "
+                "twice: switch gradient checkpointing off"
             )
         given["past_key_values"] = of_own_heads(peft_model.get_prompt(len(given["input_ids"])))
         if given.get("attention_mask") is not None:

@@ -30,20 +30,21 @@ def refuse_beside(whole: Any, plan: Plan) -> None:
     remedy = "use a separate model for such an adapter, or use one process"
     if prompt_of(plan) is not None:
         raise ConfigError(
-            f"a model over {layout} must have one prompt and no other adapters, got {len(whole.peft_config)}: "
-            f"{remedy}"
+            f"a model over {layout} that has a prompt must have no other adapters, got {len(whole.peft_config)} "
+            f"adapters in all: {remedy}"
         )
     rows = next((adapter for adapter in plan.adapters if adapter.tokens), None)
     if rows is not None:
         raise ConfigError(
-            f"several adapters over {layout} must have no trainable_token_indices, got {rows.adapter!r} with rows of "
-            f"{rows.base}: {remedy}"
+            f"several adapters over {layout} must have no trainable_token_indices, got the adapter {rows.adapter!r}, "
+            f"which trains rows of {rows.base}: {remedy}"
         )
     fixed = next((name for name in whole.peft_config if fixed_values(whole, name)), None)
     if fixed is not None:
         raise ConfigError(
-            f"several adapters over {layout} must compute with their own parameters alone, got {fixed!r} of "
-            f"{type(whole.peft_config[fixed]).__name__}, whose matrices or tables PEFT shares between modules: {remedy}"
+            f"several adapters over {layout} must compute with their own parameters alone, got the adapter {fixed!r} "
+            f"of {type(whole.peft_config[fixed]).__name__}, whose matrices or tables PEFT shares between modules: "
+            f"{remedy}"
         )
     inits = {
         name: getattr(config, "init_lora_weights", True)
@@ -52,13 +53,13 @@ def refuse_beside(whole: Any, plan: Plan) -> None:
     changing = next((name for name, init in inits.items() if init in DECOMPOSING), None)
     if changing is not None:
         raise ConfigError(
-            f"several adapters over {layout} must share one base, got {changing!r} with "
+            f"several adapters over {layout} must share one base, got the adapter {changing!r} with "
             f"init_lora_weights={inits[changing]!r}, which changes the base for all adapters: {remedy}"
         )
     if plan.layout.gradient_compression not in ("no", "bf16", "fp16"):
         raise ConfigError(
             f"gradient_compression={plan.layout.gradient_compression!r} can compress the gradients of one adapter "
-            "only, but this model would have several: use 'bf16', or leave it out"
+            "only, but this model would have several adapters: use 'bf16', or leave gradient_compression out"
         )
 
 

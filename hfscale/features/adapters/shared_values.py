@@ -100,7 +100,7 @@ def read_fixed(whole: Any, name: str, stored: Mapping[str, Any], source: str) ->
         expected = holder[name]
         if key not in stored:
             raise CheckpointError(
-                f"{source} lacks {key}, which its adapters need in the forward pass: save or download the adapter again"
+                f"{source} lacks {key}, which the adapter needs in the forward pass: save or download the adapter again"
             )
         given = stored[key][...]
         if given.shape != expected.shape:

@@ -157,7 +157,7 @@ def read_config(source: Any) -> tuple[Any, str | None]:
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            f"peft_config={path!r} cannot be read as a saved adapter: {reason}"
+            f"peft_config={path!r} cannot be read as a saved adapter: {reason}: give the directory of a saved adapter"
         ) from error
     config.inference_mode = False
     return config, path
@@ -180,16 +180,17 @@ def refuse_wrong(config: Any, plan: Plan) -> None:
         return
     if init.startswith("pissa_niter"):
         raise ConfigError(
-            f"LoraConfig(init_lora_weights={init!r}) is drawn anew when the saved adapter is loaded, so its base would "
-            "differ from the base in training: use 'pissa', whose decomposition is exact"
+            f"LoraConfig(init_lora_weights={init!r}) uses a random decomposition that is drawn anew when the saved "
+            "adapter is loaded, so the base would then differ from the base in training: use 'pissa', whose "
+            "decomposition is exact"
         )
     wanted = tuple(f".{target}" for target in getattr(config, "target_parameters", None) or ())
     stacked = [name for name, planned in plan.by_name.items() if len(planned.shape) == 3]
     of_experts = next((name for name in stacked if wanted and f".{name}".endswith(wanted)), None)
     if of_experts is not None and init in _OF_MATRICES:
         raise ConfigError(
-            f"LoraConfig(init_lora_weights={init!r}) needs a matrix, and target_parameters names {of_experts}, a stack "
-            "of experts: use True or 'gaussian', or leave experts out"
+            f"LoraConfig(init_lora_weights={init!r}) needs matrices, but target_parameters names {of_experts}, a 3-dim "
+            "stack of experts: use True or 'gaussian', or leave the experts out of target_parameters"
         )
 
 
@@ -199,16 +200,16 @@ def refuse_unfit_files(config: Any, directory: Path) -> None:
     """
     if config.is_prompt_learning:
         raise ConfigError(
-            f"{directory} must be an adapter of weights, got {type(config).__name__}, which adds virtual "
-            "tokens or keys before the text: load it together with its base by PEFT"
+            f"{directory} must be an adapter of weights, got {type(config).__name__}, which adds virtual tokens or "
+            "keys before the text: load it together with its base by PEFT instead"
         )
     init = getattr(config, "init_lora_weights", True)
     if isinstance(init, str) and init.startswith(("pissa_niter", *_OTHER_DECOMPOSING)):
         raise ConfigError(
-            f"{directory} must contain its whole change of the base, got init_lora_weights={init!r}, whose "
-            "initialization also changed the base, by data or random numbers that no file contains: merge it in the "
-            "process that trained it, or save it in that process as plain LoRA (PEFT's "
-            "path_initial_model_for_weight_conversion)"
+            f"{directory} must contain everything that the adapter changes in the base, got "
+            f"init_lora_weights={init!r}, whose initialization also changed the base, by data or random numbers that "
+            "no file contains: merge the adapter in the process that trained it, or save it in that process as plain "
+            "LoRA (PEFT's path_initial_model_for_weight_conversion)"
         )
 
 
@@ -228,7 +229,8 @@ def check_config(config: Any) -> None:
         raise ConfigError(f"{type(config).__name__}({asked}, or use one process")
     if method == "TRAINABLE_TOKENS" and not config.init_weights:
         raise ConfigError(
-            "TrainableTokensConfig(init_weights=...) must be True, got False, which draws rows at random: leave it out"
+            "TrainableTokensConfig(init_weights=...) must be True, got False, which draws the trained rows at random: "
+            "leave init_weights out"
         )
     if method != "LORA":
         return
@@ -270,7 +272,8 @@ def check_over_quantized(config: Any, quantized: QuantizedPlan, batch_world: int
     method = getattr(config.peft_type, "value", config.peft_type)
     if method in _OF_PLAIN_WEIGHTS:
         raise ConfigError(
-            f"{method} needs weights of 16 or 32 bits, but the model's weights have {bits} bits: use LoRA or IA3"
+            f"{method} needs weights of 16 or 32 bits, but the model's weights have {bits} bits: use LoRA or IA3, or "
+            "load the model without quantization"
         )
     init = getattr(config, "init_lora_weights", True)
     if isinstance(init, str) and init not in ("gaussian", "orthogonal"):
@@ -354,8 +357,9 @@ def load_adapter(
     """
     if is_computed(whole, name):
         raise CheckpointError(
-            f"{path} must hold the encoder of a prompt that is to be trained, got the prompt alone, which is all that "
-            "PEFT writes: load a state of the run (hfscale.load_state), or load the prompt with PEFT for inference"
+            f"{path} must hold the encoder that computes a prompt for the prompt to be trained, but holds the prompt "
+            "alone, which is all that PEFT writes: load a state of the run (hfscale.load_state), or load the prompt "
+            "with PEFT for inference"
         )
     stored = _read_weights(path)
     for key in read_fixed(whole, name, stored, path):
@@ -382,7 +386,9 @@ def _read_weights(path: str) -> dict[str, Tensor]:
     try:
         return load_peft_weights(path, device="cpu")
     except ValueError as error:
-        raise CheckpointError(f"{path} is not a saved adapter: {error}") from error
+        raise CheckpointError(
+            f"{path} is not a saved adapter: {error}: give the directory of one"
+        ) from error
 
 
 def _by_parameter(
@@ -400,7 +406,8 @@ def _by_parameter(
         first, tensor = tensors.setdefault(keys[key], (key, stored[key]))
         if not torch.equal(tensor, stored[key]):
             raise CheckpointError(
-                f"{path}: {first} and {key} are the same parameter of the model, but differ: save the adapter again"
+                f"{path}: {first} and {key} belong to the same parameter of the model, but differ: save the adapter "
+                "again"
             )
     of_file = set(keys.values())
     own = {
@@ -413,8 +420,9 @@ def _by_parameter(
     extra = sorted(stored.keys() - keys.keys())
     if missing or extra:
         raise CheckpointError(
-            f"{path} does not fit this model: it lacks {len(missing)} of {len(own)} tensors ({missing[:3]}) and has "
-            f"{len(extra)} unexpected ones ({extra[:3]}): load it onto the model that it was trained on"
+            f"{path} does not fit this model, because it lacks {len(missing)} of the model's {len(own)} adapter "
+            f"tensors ({missing[:3]}) and has {len(extra)} unexpected ones ({extra[:3]}): load it onto the model that "
+            "it was trained on"
         )
     return tensors
 

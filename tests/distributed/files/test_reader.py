@@ -197,7 +197,7 @@ def test_bytes_that_do_not_match_the_shape(tmp_path: Path) -> None:
     path = _write(tmp_path / "f.safetensors", {"t": {**_ENTRY, "shape": [3]}}, bytes(8))
     with pytest.raises(
         CheckpointError,
-        match=r"t of shape \(3,\) and dtype F32 has 8 bytes, so the file is damaged",
+        match=r"t of shape \(3,\) and dtype F32 cannot have 8 bytes, so the file is damaged",
     ):
         SafetensorsFile(path).slices()
 

@@ -110,7 +110,7 @@ def test_a_router_that_learns_from_nothing_is_warned_about(tmp_path: Path) -> No
 def test_other_models_are_refused(tmp_path: Path) -> None:
     config = LlamaConfig(**SMALL)
     with pytest.raises(
-        ConfigError, match="LlamaForSequenceClassification cannot be upcycled, only causal"
+        ConfigError, match="LlamaForSequenceClassification cannot be upcycled, because only causal"
     ):
         hfscale.upcycle(LlamaForSequenceClassification(config))
     with torch.device("meta"):
@@ -184,7 +184,7 @@ def test_no_such_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(expert_tensors, "snapshot_download", offline)
     with pytest.raises(
-        CheckpointError, match=r"'some/where' is neither a directory here nor .*no network"
+        CheckpointError, match=r"'some/where' is neither a local directory nor .*no network"
     ):
         hfscale.upcycle("some/where")
 

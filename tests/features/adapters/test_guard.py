@@ -228,7 +228,7 @@ def test_what_would_crash_in_the_first_step_is_refused(pools: Pools, tmp_path: P
     AutoModelForCausalLM.from_config(qwen3_moe()).save_pretrained(tmp_path / "mixture")
     for dropout, copied in pools(2).run(_refused_layouts, start, str(tmp_path / "mixture")):
         assert "rank_dropout=...) draws random numbers by the size" in dropout
-        assert "modules_to_save='mlp' is or holds model.layers.0.mlp" in copied
+        assert "modules_to_save='mlp' is or contains model.layers.0.mlp" in copied
 
 
 STOCK = {

@@ -424,5 +424,5 @@ def test_dropout_is_data_ranks_own() -> None:
 
 def test_a_bias_is_merged_into_none() -> None:
     model = hfscale.from_config(tiny("llama"), peft_config=BeftConfig(**TARGETS))
-    with pytest.raises(ConfigError, match="must be merged into a bias"):
+    with pytest.raises(ConfigError, match="can be merged only into a bias"):
         hfscale.merge_and_unload(model)

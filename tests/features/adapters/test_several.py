@@ -249,7 +249,7 @@ def _of_shared_values(start: str) -> str:
 
 def test_adapters_of_shared_values_stand_alone(pools: Pools, start: str) -> None:
     for told in pools(2).run(_of_shared_values, start):
-        assert "their own parameters alone, got 'default' of VeraConfig" in told
+        assert "their own parameters alone, got the adapter 'default' of VeraConfig" in told
 
 
 def test_what_cannot_be_had_is_refused_and_the_model_goes_on(pools: Pools, start: str) -> None:
@@ -259,9 +259,9 @@ def test_what_cannot_be_had_is_refused_and_the_model_goes_on(pools: Pools, start
         "different peft types",
         "'no_proj', which matches nothing",
         "must have no trainable_token_indices",
-        "must share one base, got 'b' with init_lora_weights='pissa'",
+        "must share one base, got the adapter 'b' with init_lora_weights='pissa'",
         "no adapter_config.json",
-        "only adapter over ranks: call unload()",
+        "only adapter of a model that is sharded over ranks",
         "Adapter b does not exist",
         "add_adapter does not work on a sharded model: call it on the model that",
         "combine them in one process",
@@ -330,7 +330,7 @@ def test_a_state_has_all_adapters_in_any_layout(
         model = tmp_path / "state-adapters" / place
         for file in ("adapter_config.json", "adapter_model.safetensors"):
             assert (mine / file).read_bytes() == (model / file).read_bytes()
-    assert "of its active adapter alone" not in caplog.text
+    assert "lists only its active adapter" not in caplog.text
     read = StateIndex.read
 
     def of_earlier_versions(directory: Path) -> StateIndex:
@@ -340,7 +340,7 @@ def test_a_state_has_all_adapters_in_any_layout(
 
     with patch.object(StateIndex, "read", of_earlier_versions):
         assert main(["convert", str(tmp_path / "state"), str(tmp_path / "alone")]) == 0
-    assert "of its active adapter alone" in caplog.text
+    assert "lists only its active adapter" in caplog.text
     assert not (tmp_path / "alone" / "b").exists()
 
 

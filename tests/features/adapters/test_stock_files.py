@@ -104,6 +104,6 @@ def test_two_tensors_of_one_parameter(tmp_path: Path) -> None:
     save_file(tensors, file)
     with pytest.raises(
         CheckpointError,
-        match=r"lm_head\.weight and .*modules_to_save\.weight are the same parameter",
+        match=r"lm_head\.weight and .*modules_to_save\.weight belong to the same parameter",
     ):
         hfscale.from_pretrained(base, peft_config=str(adapter), resize_token_embeddings=TOKENS)

@@ -201,7 +201,7 @@ WRONG = {
     "twice": ({"trainable_token_indices": [1, 1]}, "different tokens"),
     "tied factors": (
         {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
-        "no target_modules on tied weights",
+        "cannot be used with target_modules on tied weights",
     ),
 }
 

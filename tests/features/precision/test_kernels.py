@@ -128,7 +128,7 @@ def test_experts_stay_as_they_are(package: None) -> None:
         (
             "llama",
             {"use_liger_kernel": {"fused_linear_cross_entropy": True}},
-            "leave it out; hfscale computes head and loss in chunks",
+            "leave this entry out; hfscale computes head and loss in chunks",
         ),
         ("llama", {"use_liger_kernel": "yes"}, "must be True, False or a dict like"),
         ("gpt2", {"use_liger_kernel": True}, "no kernels for gpt2: leave use_liger_kernel out"),

@@ -107,7 +107,8 @@ def test_new_ones(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING, "hfscale"):
         model = loaded(str(tmp_path / "in"), seed=3)
     assert [each.getMessage() for each in caplog.records if "multi-token" in each.getMessage()] == [
-        "the checkpoint has no multi-token-prediction layers, so the model begins with random weights for them"
+        "the checkpoint has no weights of the model's multi-token-prediction layers, so these begin with random "
+        "weights: train them, or load a checkpoint that has them"
     ]
     hfscale.save_pretrained(model, tmp_path / "out")
     key = "mtp.fc.weight" if family == "mellum" else "model.layers.2.eh_proj.weight"

@@ -284,7 +284,7 @@ def lived(
     if packed:
         with pytest.raises(
             ConfigError,
-            match=r"held as stored \((fp8|mxfp4)\) without rounding .* dtype=torch.bfloat16",
+            match=r"held as stored \((fp8|mxfp4)\) would round .* dtype=torch.bfloat16",
         ):
             hfscale.merge_and_unload(model)
     merged = hfscale.merge_and_unload(model, **({"dtype": torch.float64} if packed else {}))
@@ -445,16 +445,17 @@ def test_the_host_s_own_configs_ask_for_it(written: dict[Pair, Path]) -> None:
         )
     with pytest.raises(
         ConfigError,
-        match=r"FineGrainedFP8Config\(\) is for a checkpoint stored in fp8, .* not quantized",
+        match=r"FineGrainedFP8Config\(\) is for a checkpoint stored in the format fp8, .* not quantized",
     ):
         hfscale.plan(written["llama", "fp8"] / "plain", quantization_config=FineGrainedFP8Config())
     with pytest.raises(
         ConfigError,
-        match=r"'as_stored' is for a checkpoint stored in fp8, .* not quantized: leave it",
+        match=r"'as_stored' is for a checkpoint stored in the format fp8, .* not quantized: leave quantization",
     ):
         hfscale.plan(written["llama", "fp8"] / "plain", quantization_config="as_stored")
     with pytest.raises(
-        ConfigError, match=r"FineGrainedFP8Config\(\) is for .* fp8, and this one is in mxfp4"
+        ConfigError,
+        match=r"FineGrainedFP8Config\(\) is for .* fp8, but this checkpoint is in mxfp4",
     ):
         hfscale.plan(
             written["gpt_oss", "mxfp4"] / "stored", quantization_config=FineGrainedFP8Config()
@@ -502,7 +503,7 @@ def test_what_files_say_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     write(CONFIGS["llama"], way, tmp_path / "stored", tmp_path / "plain")
     model = adapted(tmp_path, "llama", {}, packed=True)
     assert (
-        "1 weights that are stored quantized cannot stay quantized and are dequantized (lm_head.weight"
+        "1 quantized weights of the checkpoint cannot stay quantized and are dequantized (lm_head.weight"
         in caplog.text
     )
     quantized = runtime_of(model).plan.quantized
@@ -517,7 +518,7 @@ def test_what_files_say_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     way = Written(WRITTEN["fp8"].description, fp8((16, 32)), lambda name: name == "lm_head.weight")
     write(CONFIGS["llama"], way, tmp_path / "head", tmp_path / "head_plain")
     with pytest.raises(
-        CheckpointError, match="none of the 1 weights that are stored quantized can stay quantized"
+        CheckpointError, match="but the 1 quantized weights of this checkpoint are others"
     ):
         hfscale.from_pretrained(
             tmp_path / "head", quantization_config="as_stored", peft_config=lora("llama")

@@ -104,5 +104,7 @@ def test_what_does_not_align_is_refused(pools: Pools, tmp_path: Path) -> None:
     assert (
         "4-bit blocks of 2 weights do not align with their shards: they cannot be loaded" in table
     )
-    with pytest.raises(ConfigError, match="the checkpoint is quantized already: leave it out"):
+    with pytest.raises(
+        ConfigError, match="a checkpoint that is quantized already: leave quantization_config out"
+    ):
         hfscale.from_pretrained(tmp_path / "stored", quantization_config=four_bits())

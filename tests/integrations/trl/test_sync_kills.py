@@ -103,6 +103,6 @@ def test_a_rank_dies_in_a_sync(tmp_path: Path, layout: dict[str, int], at: str) 
         pool.run(killed, str(tmp_path), layout, at, tmp_path / "found")
     changed, told = torch.load(tmp_path / "found")
     assert all(changed) if at == "behind" else not any(changed)
-    assert ("did not arrive whole: let the engine keep the one that it has" in told) == (
+    assert ("did not arrive completely: let the engine keep its previous version" in told) == (
         at != "behind"
     )

@@ -365,6 +365,6 @@ def test_ranks_that_count_together_have_the_tokens_of_all_of_them(
 def test_heads_that_no_kernel_divides_are_refused() -> None:
     q, k, v = draw(heads=2, keys=4)
     with pytest.raises(
-        ValueError, match="query heads must be a multiple of key heads, got 2 and 4"
+        ValueError, match="must be a multiple of the number of key heads, got 2 and 4"
     ):
         FlashOnCpu(SCALE).forward(q, k, v, ScoreBlock())

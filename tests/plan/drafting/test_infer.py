@@ -162,7 +162,7 @@ def test_what_reads_no_tokens_is_refused_by_what_it_reads() -> None:
         model = ResNetForImageClassification(ResNetConfig())
     with pytest.raises(
         PlanError,
-        match="ResNetForImageClassification: it reads pixel_values, and is tried on tokens",
+        match="ResNetForImageClassification: the model reads pixel_values, but the inference",
     ):
         _inferred(model)
 
@@ -170,13 +170,15 @@ def test_what_reads_no_tokens_is_refused_by_what_it_reads() -> None:
 def test_a_config_whose_sizes_are_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject, "_LARGEST", 1000)
     model = _on_meta(tiny("mistral"))
-    with pytest.raises(PlanError, match=r"its clone still has .* parameters"):
+    with pytest.raises(PlanError, match=r"a tiny copy of the model still has .* parameters"):
         _inferred(model)
 
 
 def test_layers_that_the_clone_does_not_show_are_refused() -> None:
     config = AutoConfig.for_model("recurrent_gemma")
-    with pytest.raises(PlanError, match="layer 2 is of a kind that the tiny clone does not show"):
+    with pytest.raises(
+        PlanError, match="layer 2 is of a kind that the tiny copy of the model does not contain"
+    ):
         _inferred(_on_meta(config))
 
 

@@ -107,7 +107,8 @@ def test_a_clone_that_cannot_be_built_is_a_refusal() -> None:
         vocab_size=67, mamba_expand=3, mamba_n_heads=24, mamba_d_head=8, mamba_n_groups=1, attn_layer_indices=[1],
     )  # fmt: skip
     with pytest.raises(
-        PlanError, match=r"its config cannot be made small: Strict.*mamba_n_heads|Mamba head"
+        PlanError,
+        match=r"config of the model cannot be made small: Strict.*mamba_n_heads|Mamba head",
     ):
         plan(config, ParallelConfig(tp_size=2))
 
@@ -118,7 +119,8 @@ def test_what_the_host_says_during_inference_is_a_refusal(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(search, "find_dropouts", fails)
     refused = pytest.raises(
-        PlanError, match="its clone cannot be judged: RuntimeError: not with these sizes"
+        PlanError,
+        match="a tiny copy of the model cannot be tested: RuntimeError: not with these sizes",
     )
     with proved_anew(), refused:
         plan(config_of("bamba", mamba_d_state=4), ParallelConfig(tp_size=2))

@@ -58,7 +58,9 @@ def prove(subject: Subject, blueprint: Blueprint, tp_size: int = 2) -> Proof:
     outputs, gradients = _run_as_ranks(subject, draft, blocks)
     proof = Proof(max(apart(output, expected) for output in outputs), 0.0, "")
     if proof.worst > TOLERANCE:
-        raise Unproved(f"the output differs by {proof.output:.0e}")
+        raise Unproved(
+            f"the output over ranks differs from the output of one process by {proof.output:.0e}"
+        )
     floor = _FLOOR * max(
         float(gradient.abs().max()) for gradient in wanted.values() if gradient is not None
     )
@@ -67,7 +69,9 @@ def prove(subject: Subject, blueprint: Blueprint, tp_size: int = 2) -> Proof:
         if largest >= proof.gradient:
             proof = Proof(proof.output, largest, name)
     if proof.worst > TOLERANCE:
-        raise Unproved(f"the gradient of {proof.parameter} differs by {proof.gradient:.0e}")
+        raise Unproved(
+            f"the gradient of {proof.parameter} over ranks differs from that of one process by {proof.gradient:.0e}"
+        )
     return proof
 
 
@@ -224,7 +228,7 @@ class _RankModel:
 
     def _leave(self, x: Tensor) -> Tensor:
         if not isinstance(x, Tensor):
-            raise Unproved(f"a block returns a {type(x).__name__}")
+            raise Unproved(f"a block must return a tensor, got a {type(x).__name__}")
         return apply_mapping(x, self._sum, lambda gradient: gradient)
 
     def _gather(self, x: Tensor, lengths: list[int]) -> Tensor:

@@ -98,7 +98,7 @@ def infer(model: Any) -> Inference:
         reason = (
             str(error)
             if isinstance(error, Unproved)
-            else f"its clone cannot be judged: {brief(error)}"
+            else f"a tiny copy of the model cannot be tested: {brief(error)}"
         )
         kind = type(model).__name__
         raise PlanError(
@@ -158,7 +158,7 @@ def _infer(model: Any, subject: Subject) -> Inference:
     try:
         traced = trace(subject)
     except Exception as error:  # of any type: stock code may fail under hooks
-        raise Unproved(f"its clone cannot be traced: {brief(error)}") from error
+        raise Unproved(f"a tiny copy of the model cannot be traced: {brief(error)}") from error
     candidates, passed = find_candidates(subject, traced)
     _check_layer_kinds(model, subject)
     search = _Search(subject, traced, layers, passed)
@@ -172,7 +172,7 @@ def _infer(model: Any, subject: Subject) -> Inference:
     if not blocks:
         raise Unproved(
             "; ".join(search.refused)
-            or "no projection of its layers writes what the next layer reads"
+            or "no projection of the model's layers writes what the next layer reads"
         )
     fields = find_dropouts(model, blocks)
     blocks = {path: replace(block, dropout=fields[path]) for path, block in blocks.items()}
@@ -269,7 +269,7 @@ def _check_layer_kinds(model: Any, subject: Subject) -> None:
                 sorted(f"{path or 'the layer'}: {kind}" for path, kind in missing - nearest)[:3]
             )
             raise Unproved(
-                f"layer {name} is of a kind that the tiny clone does not show ({different})"
+                f"layer {name} is of a kind that the tiny copy of the model does not contain ({different})"
             )
 
 

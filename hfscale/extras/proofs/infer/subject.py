@@ -78,18 +78,18 @@ def make_subject(model: Any, **changes: Any) -> Subject:
     """
     reads = getattr(model, "main_input_name", "input_ids")
     if reads != "input_ids" and "input_ids" not in inspect.signature(model.forward).parameters:
-        raise Unproved(f"it reads {reads}, and is tried on tokens alone")
+        raise Unproved(f"the model reads {reads}, but the inference tries input_ids alone")
     try:
         config = tiny_clone(model.config, **changes)
     except Exception as error:  # of any type: transformers checks sizes
-        raise Unproved(f"its config cannot be made small: {brief(error)}") from error
+        raise Unproved(f"the config of the model cannot be made small: {brief(error)}") from error
     try:
         config.use_cache = False
         compute_eagerly(config)  # transformers' grouped products lack float64
         size = size_of(type(model), config)
         if size > _LARGEST:
             raise Unproved(
-                f"its clone still has {size:,} parameters: the config's sizes have names that "
+                f"a tiny copy of the model still has {size:,} parameters: the config's sizes have names that "
                 "hfscale.models.clone does not know"
             )
         with aside(), torch.device("cpu"):
@@ -105,7 +105,7 @@ def make_subject(model: Any, **changes: Any) -> Subject:
     except PlanError as error:
         raise Unproved(str(error)) from error
     except Exception as error:  # of any type: errors of stock code
-        raise Unproved(f"its clone does not run: {brief(error)}") from error
+        raise Unproved(f"a tiny copy of the model does not run: {brief(error)}") from error
 
 
 def brief(error: BaseException) -> str:
