@@ -35,7 +35,7 @@ modules; loss, every gradient, gradient norm, weights after two steps and the sa
 are two tensor ranks, two tensor ranks with `sequence_parallel=True` ("the sequence cut"), and two pipeline stages. If
 PEFT supports the family's MoE layers, fused experts and routers have LoRA too (`target_parameters`).
 
-Numbers of families whose LoRA training equals stock PEFT, is refused, differs or fails: first over two tensor ranks.
+The numbers of families whose LoRA training equals stock PEFT, is refused, differs or fails are, over two tensor ranks,
 {summary}.
 
 | family | tensor parallel | with the sequence cut | stages | |

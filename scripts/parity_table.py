@@ -118,9 +118,9 @@ def main() -> int:
             lines.append(f"| {name} | " + " | ".join(cells) + " |")
         lines += [
             "",
-            "Differences of MoE models with four experts per layer, each whole on one rank or (`of tp2`) sharded over "
-            "two tensor",
-            "ranks; models in pipeline stages have four layers:",
+            "Differences from one process, of MoE models with four experts per layer, each whole on one rank or "
+            "(`of tp2`) sharded",
+            "over two tensor ranks; models in pipeline stages have four layers:",
             "",
         ]
         lines += ["| layout | " + " | ".join(MIXTURES) + " |", "|---|" + "---|" * len(MIXTURES)]

@@ -55,7 +55,8 @@ def choose_device(
     local_rank: str | None,
     current: Callable[[], int],
 ) -> int:
-    """Return the index of this process's GPU: the local rank modulo the number of ``visible`` GPUs (one under Slurm).
+    """Return the index of this process's GPU: the local rank modulo the number of ``visible`` GPUs.
+    Slurm may show one GPU to each process: its index is then 0.
 
     Without a local rank, keep the GPU that the user has made ``current``.
     """

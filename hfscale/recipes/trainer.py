@@ -145,7 +145,9 @@ class RecipeTrainer(hfscale.Trainer):
         return measure(model, self._task, self._rows_to_validate, self._microbatches, self._size)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Measure the validation loss, log it together with the task's baseline, and return these metrics."""
+        """Measure the validation loss, log it together with the loss of a trivial predictor (for example, one that
+        knows only how often each token occurs), and return these metrics.
+        """
         loss, accuracy = self.measured(self.trained)
         metrics = {"validation_loss": loss, self._task.baseline_key: self._baseline}
         if accuracy is not None:

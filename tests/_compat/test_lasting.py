@@ -135,7 +135,7 @@ def test_a_place_is_changed_once_and_put_back(module: Any) -> None:
 def test_no_place_is_changed_that_the_list_lacks(module: Any) -> None:
     from hfscale._compat import lasting
 
-    with pytest.raises(LookupError, match=r"torch\.nn\.utils\.other is not in the list"):
+    with pytest.raises(LookupError, match=r"torch\.nn\.utils\.other must be listed in LASTING"):
         lasting.replace_for_good(module, "other", lambda stock: stock)
 
 

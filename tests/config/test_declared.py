@@ -30,7 +30,10 @@ def test_every_field_of_a_layout_is_a_flag(capsys: pytest.CaptureFixture[str]) -
     for each in declared(LayoutFields):
         assert f" {each.flag}" in said
     by_name = {each.name: each for each in declared(LayoutFields)}
-    assert by_name["num_microbatches"].help == "with --pp: microbatches of one step"
+    assert (
+        by_name["num_microbatches"].help
+        == "with --pp: microbatches that train_step makes of one batch"
+    )
     assert by_name["gradient_compression"].help.endswith(": no, bf16, fp16, powersgd (default: no)")
     assert (by_name["tp_size"].flag, by_name["tp_size"].kind, by_name["overlap"].kind) == (
         "--tp",

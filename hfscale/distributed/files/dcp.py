@@ -96,7 +96,7 @@ class _ChunkOnDisk:
             place = place_of_tensor(archive, self._place.begin)
             if (place.dtype, place.shape) != (self._dtype, self.shape):
                 raise ValueError(
-                    f"the file has dtype {place.dtype} and shape {list(place.shape)} instead"
+                    f"the tensor has dtype {place.dtype} and shape {list(place.shape)}"
                 )
         except Exception as error:  # torch raises errors of many classes for a damaged archive
             raise CheckpointError(
