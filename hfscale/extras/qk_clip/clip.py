@@ -211,8 +211,8 @@ class QueryKeyClip(Stepper):
             )
         if runtime.compiled:
             raise ConfigError(
-                "qk_clip must read attention scores inside of a layer, got a compiled layer, whose inner results cannot "
-                "be read: use compile=False"
+                "qk_clip must read attention scores inside of a layer, got a compiled layer, whose scores cannot be read: "
+                "use compile=False"
             )
         self._threshold = threshold
         self._heads = first_count(text_config(runtime.model.config), HEAD_FIELDS) or 1

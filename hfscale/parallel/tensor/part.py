@@ -244,8 +244,8 @@ class VocabularyLoss(Part):
     """
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
-        """Make the cross entropy over a possibly sharded vocabulary the model's loss; call this after the collectives of
-        the blocks are installed.
+        """Make the cross entropy over a possibly sharded vocabulary the model's loss; call this after the
+        collectives of the blocks are installed.
         """
         tensor = runtime.part(TensorParallel)
         loss = install_loss(runtime, tensor.regions if tensor is not None else [])
