@@ -211,7 +211,7 @@ class QueryKeyClip(Stepper):
             )
         if runtime.compiled:
             raise ConfigError(
-                "qk_clip must read attention scores inside of a layer, got a compiled layer, whose scores cannot be read: "
+                "qk_clip must read attention scores inside of layers, but compiled layers hide these: "
                 "use compile=False"
             )
         self._threshold = threshold
