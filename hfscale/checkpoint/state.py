@@ -182,7 +182,7 @@ def taken_now(
     others: dict[str, Any],
 ) -> TakenState:
     """Wait for the previous save, and return this rank's state of a run, to be written to ``target``; collective."""
-    if (streams := runtime.streams) is not None:
+    if (streams := runtime.streams) is not None and not streams.agreed:
         streams.synchronize(runtime)
     with all_or_none(runtime.mesh, f"{target} could not be written"):
         wait_for_saves()

@@ -129,7 +129,7 @@ class PlanContents:
         """Parameters by name."""
         return {parameter.name: parameter for parameter in self.parameters}
 
-    @property
+    @cached_property
     def lookup_shape(self) -> tuple[int, int] | None:
         """The shape of the weight of :attr:`lookup`: vocabulary size and width."""
         table = self.by_name.get(f"{self.lookup}.weight")

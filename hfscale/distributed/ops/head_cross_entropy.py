@@ -58,7 +58,7 @@ class HeadRows:
         self.parameters = parameters
         self.finish = finish
         self.needed = needed
-        self._sums = [_Sum(parameter) for parameter in parameters]
+        self._sums = list(map(_Sum, parameters))
         self._kept: tuple[Any, ...] = ()
 
     def logits(self, rows: Tensor, gradients: bool) -> Tensor:
@@ -77,7 +77,7 @@ class HeadRows:
 
     def sums(self) -> list[Tensor | None]:
         """Return the gradient of every parameter, or ``None`` for a parameter that does not train."""
-        return [running.total() for running in self._sums]
+        return list(map(_Sum.total, self._sums))
 
 
 class LinearRows(HeadRows):
@@ -224,7 +224,7 @@ class _WithGradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         factor = grads[0] if ctx.expected == 1 else grads[0] / ctx.expected
-        return None, None, None, *(_times(saved, factor) for saved in ctx.saved_tensors)
+        return None, None, None, *_times(ctx.saved_tensors, factor)
 
 
 @torch.no_grad()
@@ -291,18 +291,22 @@ def each_gradient_once() -> Iterator[None]:
         _once.pop()
 
 
-def _times(saved: Tensor | None, factor: Tensor) -> Tensor | None:
-    """Return ``saved * factor``, computed in place if no second backward pass will read the saved tensor."""
-    if saved is None:
-        return None
+def _times(saved: Sequence[Tensor | None], factor: Tensor) -> list[Tensor | None]:
+    """Return ``saved * factor``, computed in place if no second backward pass will read the saved tensors."""
+    products: list[Tensor | None] = []
     # Unless the graph is kept for a second backward pass through this node, autograd frees the saved tensors right
     # after this call, and the returned tensor becomes `.grad` without a copy.
-    if backward_keeps_graph() and not _once:
-        return saved * factor.to(saved.dtype)
+    keeps = backward_keeps_graph() and not _once
     # reading a number from a GPU would wait for the GPU
-    if factor.device.type == "cpu" and factor == 1:
-        return saved
-    return saved.mul_(factor)
+    unchanged = not keeps and factor.device.type == "cpu" and bool(factor == 1)
+    for tensor in saved:
+        if tensor is None or unchanged:
+            products.append(tensor)
+        elif keeps:
+            products.append(tensor * factor.to(tensor.dtype))
+        else:
+            products.append(tensor.mul_(factor))
+    return products
 
 
 def rows_per_chunk(rows: int, width: int, device: torch.device) -> int:

@@ -144,10 +144,6 @@ class AsynchronousPipeline(Pipeline):
             for gradient in version.gradients()
         ]
 
-    def agrees(self, train: bool) -> bool:
-        """Return whether stages exchange reports in this step: only possible without microbatches in flight."""
-        return not train or not self._calls
-
     def run(
         self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool
     ) -> Tensor:
@@ -288,7 +284,7 @@ class AsynchronousPipeline(Pipeline):
         return torch.full(
             (),
             loss,
-            dtype=self._agreement.loss_type,
+            dtype=self.reports.loss_type,
             device=self._mesh.device,
         )
 

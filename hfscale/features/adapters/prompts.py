@@ -245,7 +245,7 @@ def install_prompts(runtime: Runtime, peft_model: Any) -> None:
         given: Batch = {**dict(zip(names, args, strict=False)), **kwargs}
         if not peft_model.has_active_enabled_adapter:
             return forward(**given)
-        if not in_prepared_pass():
+        if not in_prepared_pass.get():
             given = in_front(plan, peft_model, given)
         return forward(**put(dict(given)))
 

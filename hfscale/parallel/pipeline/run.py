@@ -67,6 +67,8 @@ def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
 class Pipeline(Executor):
     """Run the stages of one rank under a schedule."""
 
+    reports: StageAgreement
+
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._mesh = runtime.mesh
@@ -84,7 +86,7 @@ class Pipeline(Executor):
         self._types = ActivationTypes(runtime.mesh)
         self._ties = TiedGradients(runtime)
         self.workers = [self._worker(stage) for stage in own]
-        self._agreement = StageAgreement(runtime)
+        self.reports = StageAgreement(runtime)
         # cached, because every step calls both
         self._accepts, self._program = (
             cache(self._can_run),
@@ -192,7 +194,7 @@ class Pipeline(Executor):
                 self._objective = None
                 for worker in self.workers:
                     worker.reset()
-            total = torch.zeros((), dtype=self._agreement.loss_type, device=self._mesh.device)
+            total = torch.zeros((), dtype=self.reports.loss_type, device=self._mesh.device)
             return total + torch.stack(self._losses).sum() if self._losses else total
 
     def _can_run(self, num_microbatches: int) -> bool:
@@ -216,25 +218,17 @@ class Pipeline(Executor):
             )
         return rank_programs(actions)[self._rank]
 
-    def numbers_to_compare(self, train: bool) -> tuple[list[int], list[Tensor]]:
-        """Return this rank's report for the exchange at the beginning of a step; see :mod:`.agreement`."""
-        return self._agreement.numbers_to_compare(train)
-
     def expect(self, trailing: tuple[int, ...], dtype: torch.dtype) -> None:
         """Prepare to run this rank without the other ranks, with an assumed shape and dtype of received hidden states.
 
         All stages are assumed to train.
         """
         self._types.expect(trailing, dtype)
-        self._agreement.alone = True
-
-    def compare_numbers(self, told: list[list[int]]) -> None:
-        """Read, before a step, the reports of all ranks that receive the same batch."""
-        self._agreement.compare_numbers(told)
+        self.reports.alone = True
 
     def _set_training_stages(self) -> None:
         """Set, before the first transfer of a step, which stages train."""
-        trains = self._agreement.training_stages()
+        trains = self.reports.training_stages()
         for worker in self.workers:
             worker.trains = trains[worker.index]
             worker.trains_before = worker.index > 0 and trains[worker.index - 1]

@@ -184,7 +184,7 @@ def _entered(x: Tensor, group: dist.ProcessGroup, stream: SequenceRegion | None)
 
 def _entered_at_once(x: Tensor, gather: overlap.Start | None, reduce: overlap.Start) -> Tensor:
     """Return ``x`` inside the block, waiting for each collective right after its start (without overlap)."""
-    enter = (lambda x: x.view_as(x)) if gather is None else lambda x: gather(x).result()
+    enter = None if gather is None else lambda x: gather(x).result()
     return collectives.apply_mapping(x, enter, lambda grad: reduce(grad).result())
 
 
@@ -237,12 +237,10 @@ def install_head_edge(
     """Install a hook on the entry of the head, the projection onto the vocabulary; the head's output stays sharded."""
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        from_stream = (stream.enter_head(args[0]) for stream in streams)
-        entered = next((x for x in from_stream if x is not None), None)
-        return (
-            collectives.copy_to_tp_region(args[0], group) if entered is None else entered,
-            *args[1:],
-        )
+        for stream in streams:
+            if (entered := stream.enter_head(args[0])) is not None:
+                return entered, *args[1:]
+        return collectives.copy_to_tp_region(args[0], group), *args[1:]
 
     head.register_forward_pre_hook(before)
     for stream in streams:

@@ -67,8 +67,10 @@ def install_vocab_parallel_embedding(
         unwrapped(module).register_forward_hook(lambda _, args, whole: whole - whole.detach())
 
     def summed(_: nn.Module, args: Any, found: Tensor) -> Tensor:
-        later = any(stream.sum_later(module) for stream in streams)
-        return found if later else reduce_from_tp_region(found, mesh.tp_group)
+        for stream in streams:
+            if stream.sum_later(module):
+                return found
+        return reduce_from_tp_region(found, mesh.tp_group)
 
     module.register_forward_hook(summed, prepend=True)
 

@@ -107,9 +107,6 @@ class LazyLogits(Tensor):
         made.value = None
         return made
 
-    def __init__(self, *_: Any) -> None:
-        super().__init__()
-
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute the logits of some rows of ``hidden``."""
         raw = self.head(hidden)
@@ -163,8 +160,8 @@ class LazyLogits(Tensor):
 
 
 def defer_logits(head: Pointwise, hidden: Tensor, trains: bool) -> LazyLogits:
-    """Return ``head(hidden)`` as lazy logits; ``trains``: whether the head has trainable parameters."""
-    graph = torch.is_grad_enabled() and (hidden.requires_grad or trains)
+    """Return ``head(hidden)`` as lazy logits; ``trains``: whether the rows or the head require a gradient."""
+    graph = torch.is_grad_enabled() and trains
     # Run in the caller's grad mode, because autocast caches the cast weights with the graph of this first call.
     sample = head(hidden.reshape(-1, hidden.shape[-1])[:0]).detach()
     return LazyLogits(hidden, head, sample, graph)

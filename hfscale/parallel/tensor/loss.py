@@ -53,18 +53,13 @@ class LossPass:
     count: Tensor | None = None
     label_smoothing: float = 0.0
     shifted: bool = False  # whether labels are shifted already: the label at a position is the position's target
-    # labels that were counted before the pass, and the number of valid labels
-    counted: tuple[Any, int] | None = None
+    # labels that were counted before the pass, and the number of valid labels among them
+    counted: Any = None
+    valid: int | None = None
     scoring: Scoring | None = None  # computes per-token scores in place of the loss
     # replaces the cross entropy by the divergence from this teacher
     teacher: TaughtRows | None = None
     terms: list["LossTerm"] = field(default_factory=list)  # further terms, which features add
-
-    def valid_of(self, labels: Any, ignore_index: int) -> int | None:
-        """Return the number of valid labels in ``labels``; ``None`` if it was not counted before the pass."""
-        if self.counted is None or self.counted[0] is not labels or ignore_index != _IGNORED:
-            return None
-        return self.counted[1]
 
 
 @dataclass
@@ -92,8 +87,6 @@ class LossTerm:
 
 def _split_rows(logits: Tensor, terms: Sequence[LossTerm]) -> Sequence[Tensor]:
     """Split logits into the model's own rows and those of each term."""
-    if not terms:
-        return [logits]
     rows = terms[0].targets.shape[1]
     split = logits.split_rows if isinstance(logits, LazyLogits) else logits.split
     return split([rows, *(len(term.targets) * rows for term in terms)])
@@ -148,13 +141,13 @@ class VocabParallelLoss(KeepsOutputs):
         No full logits are computed.
         """
         given = batch.get("labels") if batch.get("shift_labels") is None else batch["shift_labels"]
-        counted = None if batch.valid is None else (given, batch.valid)
         with (
             self.passing(
                 count=count,
                 label_smoothing=label_smoothing,
                 shifted=batch.shifted,
-                counted=counted,
+                counted=given,
+                valid=batch.valid,
             ),
             batch.kept_apart(),
         ):
@@ -196,7 +189,9 @@ class VocabParallelLoss(KeepsOutputs):
         vocabulary = VocabularySlice(
             self.start, sum(self.lengths), max(self.lengths), self.group, smoothing
         )
-        logits, *further = _split_rows(logits, current.terms)
+        further: Sequence[Tensor] = ()
+        if current.terms:
+            logits, *further = _split_rows(logits, current.terms)
         given, targets = self._flat_targets(logits, labels, shift_labels)
         count = num_items_in_batch if current.count is None else current.count
         if current.scoring is not None:
@@ -204,7 +199,8 @@ class VocabParallelLoss(KeepsOutputs):
             return total / (
                 (targets != ignore_index).sum().clamp(min=1) if count is None else count
             )
-        valid = current.valid_of(given, ignore_index)
+        was_counted = given is current.counted and ignore_index == _IGNORED
+        valid = current.valid if was_counted else None
         loss = self._mean(logits, targets, vocabulary, count, ignore_index, valid)
         if not current.terms:
             return loss
@@ -320,28 +316,19 @@ class VocabParallelLoss(KeepsOutputs):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Return the head's output: real logits if the caller may read them, else lazy logits."""
-        if self._call.shows_logits or len(args) != 1 or kwargs:
-            return forward(*args, **kwargs)
+        """Return the head's output: lazy logits if only the loss reads them, else real logits. Without labels these are
+        gathered; with labels they stay sharded for the loss.
+        """
+        call = self._call
+        if call.shows_logits or len(args) != 1 or kwargs:
+            logits = forward(*args, **kwargs)
+            if call.with_labels:
+                return logits
+            return gather_from_tp_region(logits, self.lengths, self.group)
         assert self.head is not None
-        return defer_logits(
-            forward,
-            args[0],
-            any(p.requires_grad for p in self.head.parameters()),
-        )
-
-    def after_head(
-        self,
-        _: nn.Module,
-        args: tuple[Any, ...],
-        logits: Tensor,
-    ) -> Tensor:
-        """Leave logits sharded for the loss in a pass with labels; else gather them (forward hook of the head)."""
-        return (
-            logits
-            if self._call.with_labels
-            else gather_from_tp_region(logits, self.lengths, self.group)
-        )
+        (hidden,) = args
+        trains = hidden.requires_grad or any(p.requires_grad for p in self.head.parameters())
+        return defer_logits(forward, hidden, trains)
 
     def after_model(
         self,
@@ -426,7 +413,6 @@ def install_loss(runtime: Runtime, regions: Sequence[SequenceRegion]) -> VocabPa
         install_head_edge(head, group, regions)
     # A partial, not a closure, so that deep copies of the model work.
     head.forward = partial(loss.run_head, head.forward)
-    head.register_forward_hook(loss.after_head)
     model.register_forward_pre_hook(loss.before_model, with_kwargs=True)
     model.register_forward_hook(loss.after_model)
     model.loss_function = loss

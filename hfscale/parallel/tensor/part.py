@@ -248,19 +248,21 @@ class RandomStreams(Part):
         """Install hooks on ``generate()`` and, for training loops without ``train_step``, on forward passes."""
         runtime.streams = self
         install_generate(runtime.model, runtime.mesh)
-        runtime.model.register_forward_pre_hook(
-            lambda model, _: self.synchronize(runtime) if model.training else None
-        )
+
+        def before(model: nn.Module, _: Any) -> None:
+            if model.training and not self.agreed:
+                self.synchronize(runtime)
+
+        runtime.model.register_forward_pre_hook(before)
 
     def synchronize(self, runtime: Runtime) -> None:
-        """Agree on random streams once: before the first training step, but after the user has seeded."""
-        if not self.agreed:
-            agree_on_replicated_stream(runtime.mesh)
-            self.agreed = True
+        """Agree on random streams, if they are not yet :attr:`agreed`: after the user has seeded."""
+        agree_on_replicated_stream(runtime.mesh)
+        self.agreed = True
 
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> AbstractContextManager[None]:
-        if train:
+        if train and not self.agreed:
             self.synchronize(runtime)
         return nullcontext()

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.classes import class_name, empty_copy
 from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
 from ...plan.quantized import BLOCK
 from ..runtime import Batch, Part, Runtime
-from ..runtime.batches import agree, look_at
+from ..runtime.batches import agree, in_prepared_pass, look_at
 from ..runtime.shards import LocalWeights
 from .replicas import check_replicas
 from .stock_loops import (
@@ -170,7 +169,6 @@ class StockCode(Part):
         self._save = save
         # record of the modules, parameters and loss as built; ``None`` in one process
         self.structure: Structure | None = None
-        self._looks = True
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install all guards; this part comes last."""
@@ -193,13 +191,11 @@ class StockCode(Part):
             model.register_forward_pre_hook(self._check_called_model, prepend=True)
 
     def _check_called_model(self, model: nn.Module, args: Any) -> None:
-        """Check the model when a training loop without ``train_step`` calls it."""
-        if self._looks and self.structure is not None and not torch.compiler.is_compiling():
+        """Check the model when a loop without ``train_step`` calls it; a step has checked it once."""
+        if torch.compiler.is_compiling() or in_prepared_pass.get():
+            return
+        if self.structure is not None:
             self.structure.check()
-
-    def around_gradients(self, runtime: Runtime) -> AbstractContextManager[None]:
-        """Skip the check at each microbatch of a step, because :func:`before_step` has already checked the model."""
-        return attribute_replaced(self, "_looks", False)
 
 
 def check_model(runtime: Runtime) -> None:

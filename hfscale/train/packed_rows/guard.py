@@ -33,7 +33,6 @@ from ...errors import ConfigError
 from ...models.facts import ask
 from ...models.fields import lengths_of
 from ..runtime import Part, Runtime
-from ..runtime.batches import Microbatch
 from ..runtime.forward_passes import ForwardPasses, recomputing
 from ..runtime.shards import LocalWeights
 from .facts import has_numbered_documents, tell_of_numbers, with_document_lengths
@@ -73,13 +72,6 @@ def check_packed_rows(
         ]
         given = [each for each in positions if each is not None and kind == "positions"]
         _refuse(model, kind, start, longest, given)
-
-
-def check_counted(model: Any, microbatches: Iterable[Microbatch]) -> None:
-    """Check the microbatches of a step that hold several documents in a row."""
-    packed = [microbatch for microbatch in microbatches if microbatch.holds_several]
-    if packed:
-        check_packed_rows(model, packed)
 
 
 def _refuse(

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ..._compat.torch import own_contents
+from ..._compat.torch import children_of, parameters_of
 
 _values = methodcaller("values")
 _type = attrgetter("dtype")
@@ -73,10 +73,11 @@ class ModuleContents:
     def _count_entries(self) -> tuple[list[Any], list[Any]]:
         """Return the numbers of entries, the names, and the dictionaries that contain them, children first."""
         # The dicts are fetched again each time, because `del layers[-1]` gives a ModuleList a new dict.
-        children, parameters = own_contents(self._parents, self._holders)
+        children = list(map(children_of, self._parents))
+        parameters = list(map(parameters_of, self._holders))
         own = list(filterfalse(_missing, chain.from_iterable(map(_values, parameters))))
         held = chain(chain.from_iterable(map(_values, children)), own, map(_type, own))
         dicts = children + parameters
-        of_leaves, of_bare = own_contents(self._leaves, self._bare)
-        counts = map(len, chain(dicts, of_leaves, of_bare))
+        seldom = chain(map(children_of, self._leaves), map(parameters_of, self._bare))
+        counts = map(len, chain(dicts, seldom))
         return [*counts, *chain.from_iterable(dicts)], list(held)

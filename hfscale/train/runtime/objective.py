@@ -97,13 +97,14 @@ class OwnLoss(KeepsOutputs):
         if not valid:  # the mean over no labels is NaN
             # Derived from labels.
             kept = "decoder_input_ids" not in batch and takes_argument(model, "decoder_input_ids")
-            output = model(
-                **{name: value for name, value in batch.items() if kept or name != "labels"}
-            )
+            given = {name: value for name, value in batch.items() if kept or name != "labels"}
+            with batch.kept_apart():
+                output = model(**given)
             scores = output[1 if kept else 0]  # after the loss, if the output contains one
             loss = 0.0 * scores.float().sum()
         else:
-            output = model(**batch)
+            with batch.kept_apart():
+                output = model(**batch)
             loss = (output[0] if isinstance(output, tuple) else output.loss) * valid / count
             scores = output[1] if len(output) > 1 else loss
         if self._kept is not None:

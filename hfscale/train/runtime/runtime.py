@@ -8,17 +8,17 @@ holds its plan, mesh, executor and parts. Building, training and saving loop ove
 one rank.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..._compat.transformers.classes import class_name
+from ..._compat.transformers.classes import class_name, forward_arguments, stock_class
 from ...config.options import Options
 from ...distributed.mesh import Mesh
 from ...errors import ConfigError
@@ -114,18 +114,18 @@ class Part:
 
 
 class Executor:
-    """Run a step's microbatches one after another; ``under_way`` is whether microbatches of earlier steps are in
-    flight.
-    """
+    """Run a step's microbatches one after another."""
 
-    under_way = False
+    under_way = False  # whether microbatches of earlier steps are in flight
+    # what ranks that share a batch exchange as they compare it; ``None``: nothing besides
+    reports: "Reports | None" = None
 
     def __init__(self, runtime: "Runtime") -> None:
         self._runtime = runtime
 
-    def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
+    def share_out(self, given: Sequence[Batch]) -> Sequence[Batch]:
         """Return the microbatches of a step, by default the given batches."""
-        return [dict(batch) for batch in given]
+        return given
 
     def uncut(self) -> AbstractContextManager[None]:
         """Avoid splitting batches into microbatches inside the ``with`` block, if possible."""
@@ -148,19 +148,6 @@ class Executor:
     def waiting_gradients(self) -> Sequence[Tensor]:
         """Return gradients that have not yet been added to a parameter's ``.grad``."""
         return ()
-
-    def agrees(self, train: bool) -> bool:
-        """Return whether a step begins with an exchange that compares the batches of ranks that share a batch."""
-        return True
-
-    def numbers_to_compare(self, train: bool) -> tuple[list[int], list[Tensor]]:
-        """Return the numbers that this rank sends in the exchange of :meth:`agrees`: integers, and tensors on a
-        device.
-        """
-        return [], []
-
-    def compare_numbers(self, told: list[list[int]]) -> None:
-        """Check the numbers ``told`` by each rank in the exchange, in the order of ranks."""
 
     def run(
         self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool
@@ -199,6 +186,18 @@ class Executor:
 
     def check_plain_call(self, call: str) -> None:
         """Raise :class:`ConfigError` if a user's own loop cannot call the model directly."""
+
+
+class Reports(Protocol):
+    """Exchange further numbers when a step begins with a comparison of the batches of ranks that share a batch."""
+
+    def numbers_to_compare(self, train: bool) -> tuple[list[int], list[Tensor]]:
+        """Return the numbers that this rank sends: integers, and tensors on a device."""
+        ...
+
+    def compare_numbers(self, told: list[list[int]]) -> None:
+        """Check the numbers ``told`` by each rank, in the order of ranks."""
+        ...
 
 
 class DataAxes:
@@ -306,7 +305,7 @@ class RandomAxis(Protocol):
     agreed: bool  # whether the ranks have the same streams; otherwise they synchronize before the next step
 
     def synchronize(self, runtime: "Runtime") -> None:
-        """Synchronize the streams once, before the first training step and after the user's seeding. Collective."""
+        """Synchronize the streams, before the first training step and after the user's seeding; collective."""
 
 
 class PassObserver(Protocol):
@@ -397,7 +396,15 @@ class Runtime:
 
     def part(self, kind: type[_P]) -> _P | None:
         """Return the part of a class; ``None`` if there is none."""
-        return next((part for part in self.parts if isinstance(part, kind)), None)
+        for part in self.parts:
+            if isinstance(part, kind):
+                return part
+        return None
+
+    @cached_property
+    def forward_arguments(self) -> tuple[frozenset[str], bool]:
+        """The names of the model's arguments, and whether it takes other named arguments."""
+        return forward_arguments(stock_class(self.model).forward)
 
     def parts_with(self, hook: Hook) -> tuple[Part, ...]:
         """Return the parts whose class implements a hook of :class:`Part`, in order: few of them, for most hooks."""
@@ -436,7 +443,10 @@ class Runtime:
 
     def loss_factor(self) -> float:
         """Return the factor on a loss before its backward pass."""
-        return math.prod(part.loss_factor(self) for part in self.parts_with(Part.loss_factor))
+        factor = 1.0
+        for part in self.parts_with(Part.loss_factor):
+            factor *= part.loss_factor(self)
+        return factor
 
     def sum_of_shares(self, total: Tensor) -> Tensor:
         """All-reduce a step's loss in place over the ranks that have a term of the loss, and over pipeline stages."""
