@@ -1,8 +1,8 @@
-"""Define ``Plan``, which prints as a table, and render a plan as JSON for programs."""
+"""Render a plan as a table, and as JSON for programs."""
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from math import prod
 from typing import Any
 
@@ -117,14 +117,6 @@ def to_json(plan: PlanContents) -> str:
 def _json_fields(data: BlockPlan | Cut) -> dict[str, Any]:
     """Return the fields of ``data`` under their names in the JSON."""
     return {_JSON_NAMES.get(name, name): value for name, value in asdict(data).items()}
-
-
-@dataclass(frozen=True)
-class Plan(PlanContents):
-    """Hold the plan of a model under a layout: see :class:`.contents.PlanContents`. ``print(plan)`` shows a table."""
-
-    def __str__(self) -> str:
-        return render(self)
 
 
 def render(plan: PlanContents) -> str:

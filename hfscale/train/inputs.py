@@ -9,7 +9,7 @@ from numpy import ndarray
 from torch import Tensor, nn
 
 from .._compat.transformers.classes import class_name
-from .._compat.transformers.computing import uses_flash_attention
+from .._compat.transformers.packed_rows import uses_flash_attention
 from ..errors import ConfigError
 from ..plan.feature_plans import ROUTES
 from .guards.part import before_step, check_model

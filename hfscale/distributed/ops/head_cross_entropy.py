@@ -18,7 +18,7 @@ parameter is a sum over rows, in one buffer; the gradients of the rows are retur
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..._compat.torch import backward_keeps_graph
-from .divergence import DivergenceTerms, TaughtRows
 from .vocab_cross_entropy import RowTerms, Targets, VocabularySlice, compute_dtype
+
+if TYPE_CHECKING:  # imported only with a teacher
+    from .divergence import DivergenceTerms, TaughtRows
 
 Pointwise = Callable[[Tensor], Tensor]
 
@@ -239,7 +241,7 @@ def _loss_and_gradients(
     gradients: bool,
     expected: float,
     hits: Tensor | None,
-    teacher: TaughtRows | None,
+    teacher: "TaughtRows | None",
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
     """Return the loss, its gradient by ``hidden``, and its gradients by the head's parameters.
 
@@ -336,7 +338,7 @@ def head_cross_entropy(
     valid: int | None = None,
     expected: float = 1.0,
     hits: Tensor | None = None,
-    teacher: TaughtRows | None = None,
+    teacher: "TaughtRows | None" = None,
 ) -> Tensor:
     """Return the sum of the cross entropies of rows whose target is not ``ignore_index``, divided by ``divisor``: a
     scalar, float32 (float64 for float64 logits), equal on all ranks.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.classes import class_name
 from ...distributed.mesh import Mesh
 from ...distributed.ops.collectives import gather_from_tp_region
-from ...distributed.ops.divergence import TaughtRows
 from ...distributed.ops.head_cross_entropy import AnyRows, HeadRows, LinearRows, head_cross_entropy
 from ...distributed.ops.vocab_cross_entropy import (
     RowTerms,
@@ -39,8 +38,12 @@ from ...train.runtime import Runtime
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.objective import KeepsOutputs
 from .edges import install_head_edge
-from .lazy_logits import LazyLogits, Scoring, defer_logits
-from .sequence.region import SequenceRegion
+from .lazy_logits import LazyLogits, defer_logits
+
+if TYPE_CHECKING:  # imported only for token scores, with a teacher, or with sequence parallelism
+    from ...distributed.ops.divergence import TaughtRows
+    from .scoring import Scoring
+    from .sequence.region import SequenceRegion
 
 _IGNORED = -100
 
@@ -56,9 +59,9 @@ class LossPass:
     # labels that were counted before the pass, and the number of valid labels among them
     counted: Any = None
     valid: int | None = None
-    scoring: Scoring | None = None  # computes per-token scores in place of the loss
+    scoring: "Scoring | None" = None  # computes per-token scores in place of the loss
     # replaces the cross entropy by the divergence from this teacher
-    teacher: TaughtRows | None = None
+    teacher: "TaughtRows | None" = None
     terms: list["LossTerm"] = field(default_factory=list)  # further terms, which features add
 
 
@@ -157,13 +160,15 @@ class VocabParallelLoss(KeepsOutputs):
         return output[0] if isinstance(output, tuple) else output.loss
 
     @contextmanager
-    def scoring(self, temperature: float = 1.0, read: Any = None) -> Iterator[Scoring]:
+    def scoring(self, temperature: float = 1.0, read: Any = None) -> "Iterator[Scoring]":
         """Score every token in forward passes with labels inside the ``with`` block: see ``Scoring``."""
+        from .scoring import Scoring
+
         scoring = Scoring(temperature, read)
         with self.passing(scoring=scoring):
             yield scoring
 
-    def distilling(self, teacher: TaughtRows) -> AbstractContextManager[Any]:
+    def distilling(self, teacher: "TaughtRows") -> AbstractContextManager[Any]:
         """Compute the divergence from a teacher in place of the cross entropy inside the ``with`` block."""
         return self.passing(teacher=teacher)
 
@@ -399,7 +404,7 @@ def _rows_of(head: nn.Module, lazy: LazyLogits) -> HeadRows:
     return AnyRows(lazy.head, [p for p in parameters if p.requires_grad], lazy.finish, needed)
 
 
-def install_loss(runtime: Runtime, regions: Sequence[SequenceRegion]) -> VocabParallelLoss | None:
+def install_loss(runtime: Runtime, regions: "Sequence[SequenceRegion]") -> VocabParallelLoss | None:
     """Install :class:`VocabParallelLoss` in the model if the plan names a head; return the loss, else ``None``."""
     plan = runtime.plan
     model = runtime.model

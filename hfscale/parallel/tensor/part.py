@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,9 @@ from .embedding import install_vocab_parallel_embedding
 from .loss import install_loss
 from .partial_gradients import PartialSums, install_partial_sums, install_replica_sums
 from .random import agree_on_replicated_stream, install_generate
-from .sequence.hooks import install_sequence_hooks
-from .sequence.region import SequenceRegion
+
+if TYPE_CHECKING:  # imported only with sequence parallelism
+    from .sequence.region import SequenceRegion
 
 _COUNTED: ContextVar[bool] = ContextVar("router_loss_counted", default=False)
 
@@ -102,9 +103,13 @@ class TensorParallel(Part, SequenceAxis):
         self._head = plan.head
         self.sums = PartialSums(group)
         self._has_partial = any("tp" in planned.partial for planned in plan.parameters)
-        self.regions = [SequenceRegion(planned, group) for planned in plan.sequence_regions]
-        for region in self.regions:
-            install_sequence_hooks(region, model, is_local)
+        if plan.sequence_regions:
+            from .sequence.hooks import install_sequence_hooks
+            from .sequence.region import SequenceRegion
+
+            self.regions = [SequenceRegion(planned, group) for planned in plan.sequence_regions]
+            for region in self.regions:
+                install_sequence_hooks(region, model, is_local)
         install_partial_sums(model, plan, self.sums, is_local, first=mesh.tp_rank == 0)
         for block in (block for block in plan.blocks if is_local(block.name)):
             set_local_sizes(model.get_submodule(block.name), block)
@@ -142,7 +147,7 @@ class TensorParallel(Part, SequenceAxis):
         regather = bool(plan.layout.sequence_regather)
         return Overlap(modules, sums.group, regather)
 
-    def region_of(self, name: str) -> SequenceRegion | None:
+    def region_of(self, name: str) -> "SequenceRegion | None":
         """Return the sequence-parallel region that contains a module; ``None`` if no region does."""
         if name not in self._region_of:  # cached, because layers call this in every pass
             inside = (

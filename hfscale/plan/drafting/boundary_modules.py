@@ -45,13 +45,6 @@ def tensors_of(model: nn.Module, item: str) -> dict[int, int]:
     return {id(parameter): parameter.numel() for parameter in held}
 
 
-def direct_children(modules: dict[str, Any], owner: str) -> list[str]:
-    """Return the full names of the modules directly below ``owner``."""
-    return [
-        join_path(owner, name) if owner else name for name, _ in modules[owner].named_children()
-    ]
-
-
 def find_loan(model: Any, layer_list: str) -> Loan | None:
     """Return the first layer's module whose result every later layer receives, if every later layer could also run
     the module itself to compute this result. Return ``None`` if there is no such module, or no tiny clone proves it.

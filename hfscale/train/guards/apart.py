@@ -38,8 +38,7 @@ _Digest = tuple[float, float]
 
 def watch_for_others(runtime: Runtime) -> None:
     """Register a model whose ranks read different batches."""
-    if runtime.mesh.data_world > 1:
-        _models.add(runtime.model)
+    _models.add(runtime.model)
 
 
 def refuse_beside(

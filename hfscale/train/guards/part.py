@@ -20,7 +20,6 @@ from ...plan.quantized import BLOCK
 from ..runtime import Batch, Part, Runtime
 from ..runtime.batches import agree, in_prepared_pass, look_at
 from ..runtime.shards import LocalWeights
-from .replicas import check_replicas
 from .stock_loops import (
     refuse_other_optimizers,
     refuse_stock_accelerator,
@@ -264,6 +263,8 @@ def before_step(runtime: Runtime) -> None:
             _warn_of_rounding(runtime)
             _warn_of_misread_rows(runtime)
     elif runtime.steps in _CHECKED:
+        from .replicas import check_replicas
+
         check_replicas(runtime)
 
 

@@ -12,13 +12,12 @@ behaves differently, and a row is longer, a second copy with a smaller length is
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..._compat.transformers.classes import stock_class
-from ..._compat.transformers.computing import uses_flash_attention
 from ..._compat.transformers.packed_rows import (
     documents_here,
     holds_documents,
@@ -26,9 +25,10 @@ from ..._compat.transformers.packed_rows import (
     starts_of,
     text_positions,
     told_apart_by,
+    uses_flash_attention,
     within_packing,
 )
-from ...distributed.ops.segments import Segments, keep_states_apart
+from ..._compat.transformers.recurrences import reads_by_functions
 from ...errors import ConfigError
 from ...models.facts import ask
 from ...models.fields import lengths_of
@@ -36,6 +36,9 @@ from ..runtime import Part, Runtime
 from ..runtime.forward_passes import ForwardPasses, recomputing
 from ..runtime.shards import LocalWeights
 from .facts import has_numbered_documents, tell_of_numbers, with_document_lengths
+
+if TYPE_CHECKING:  # imported only for recurrences and convolutions
+    from ...distributed.ops.segments import Segments
 
 _WITHIN_ROW, _WITHIN_DOCUMENT = 8, 5
 """Lengths to test: the test's row exceeds the first, but no document does; only its longest document exceeds the
@@ -149,21 +152,23 @@ class PackedRows(Part):
         self._documents: Tensor | None = None  # document numbers of the latest pass
         self._looked = False  # whether the first mask of a plain loop was read
 
-    def segments(self) -> Segments | None:
+    def segments(self) -> "Segments | None":
         """Return the documents of the running pass, even while a layer is recomputed in a backward pass."""
         if recomputing():
             return self._passes.current()
         documents = documents_here.get()
         if documents is not self._documents:
             self._documents = documents
-            row = () if documents is None else ((0, documents.shape[-1]),)
-            self._passes.begin(None if documents is None else Segments(row, starts_of(documents)))
+            self._passes.begin(None if documents is None else _segments_of(documents))
         return self._passes.latest
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Check the positions of each pass outside of training steps, and start recurrences anew at each document."""
         model = runtime.model
-        keep_states_apart(model, self.segments)
+        if any(map(reads_by_functions, model.modules())):
+            from ...distributed.ops.segments import keep_states_apart
+
+            keep_states_apart(model, self.segments)
         names = list(inspect.signature(stock_class(model).forward).parameters)[1:]  # without self
         passes: list[ExitStack] = []
 
@@ -199,6 +204,12 @@ class PackedRows(Part):
 
         model.register_forward_pre_hook(begin, with_kwargs=True)
         model.register_forward_hook(end, always_call=True)
+
+
+def _segments_of(documents: Tensor) -> "Segments":
+    from ...distributed.ops.segments import Segments
+
+    return Segments(((0, documents.shape[-1]),), starts_of(documents))
 
 
 def has_packed_rows(batch: Mapping[str, Any]) -> bool:

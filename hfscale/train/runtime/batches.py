@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ..._compat.torch_device import is_accelerator
 from ..._compat.transformers.packed_rows import holds_documents, packing, told_apart_by
-from ...distributed.host_buffers import in_one_buffer, views_of
 from ...errors import ConfigError
 from ...plan.feature_plans import ROUTES
 from ..packed_rows.facts import LENGTHS, numbers_documents
@@ -43,7 +42,7 @@ _PLAIN = {
     "num_items_in_batch",
 }
 _PLAIN |= {*LENGTHS, ROUTES}
-_SEPARATE_DOCUMENTS = {"attention_mask", "position_ids"}
+_SEPARATE_DOCUMENTS = {"attention_mask", "position_ids"}  # arguments that may do so within a row
 in_prepared_pass: ContextVar[bool] = ContextVar("prepared_pass", default=False)
 """Whether the model is called by a step of hfscale for a microbatch, and not by a user's own loop."""
 
@@ -292,6 +291,8 @@ def to_device(batches: Sequence[Microbatch], device: torch.device) -> None:
             else:
                 batch[name] = value.to(device, non_blocking=away)
     if together:
+        from ...distributed.host_buffers import in_one_buffer, views_of
+
         tensors = [value for value, _ in together.values()]
         forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
         sent = in_one_buffer(tensors, forms, is_accelerator(device)).to(device, non_blocking=True)

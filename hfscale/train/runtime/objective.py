@@ -3,17 +3,19 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.classes import takes_argument
-from ...distributed.ops.divergence import TaughtRows
 from ...errors import ConfigError
 from ...plan.feature_plans import OwnLossPlan
 from .batches import Microbatch
+
+if TYPE_CHECKING:
+    from ...distributed.ops.divergence import TaughtRows
 
 _IGNORED = -100
 
@@ -45,7 +47,7 @@ class StepLoss(Protocol):
         that they return is meaningless.
         """
 
-    def distilling(self, teacher: TaughtRows) -> AbstractContextManager[Any]:
+    def distilling(self, teacher: "TaughtRows") -> AbstractContextManager[Any]:
         """Compute the divergence from a teacher as the loss inside the ``with`` block."""
 
     def keeping_outputs(self) -> AbstractContextManager[list[Any]]:

@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from ..._compat.torch import CONTENTS, HOOKS, forget_composed
-from ..._compat.torch_fsdp import MARKS
 
 _Look = list[tuple[nn.Module, type, dict[str, Any], dict[str, set[Any]]]]
 
@@ -45,6 +44,8 @@ class Undo:
 
     def touches(self, modules: Collection[nn.Module]) -> bool:
         """Return whether anything except FSDP2's marks was changed in one of ``modules``."""
+        from ..._compat.torch_fsdp import MARKS
+
         return any(
             module in modules
             and (type(module) is not kind or changed.keys() - MARKS or any(added.values()))
