@@ -221,6 +221,10 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
         """Return the largest number of tokens on one context-parallel rank, of a microbatch of ``tokens``."""
         return ceil(tokens / self.cp)
 
+    def of_full_sequences(self, own: float) -> float:
+        """Return an amount per microbatch, given its value ``own`` for the tokens of one context-parallel rank."""
+        return own * self.cp
+
     def microbatches_of(self, accumulated: int) -> int:
         """Return the number of microbatches of a step with ``accumulated`` gradient accumulation steps."""
         if self.pp == 1:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .._compat.torch import tree_leaves
 from .._compat.transformers.classes import class_name, forward_arguments, stock_class
+from ..config.parallel import UNCUT_SEQUENCES
 from ..distributed.ops.token_scores import TokenScores
 from ..errors import ConfigError, check_number
 from ..plan.feature_plans import ROUTES
@@ -279,7 +280,7 @@ class UserLoss:
         if prompted and runtime.mesh.layout.cuts_sequences:
             raise ConfigError(
                 f"loss_fn with a prompt must get rows of their own tokens, got {runtime.mesh.layout.describe()}, where "
-                "ranks share a row and its prompt: leave loss_fn out, or use cp_size=1"
+                f"ranks share a row and its prompt: leave loss_fn out, or use {UNCUT_SEQUENCES}"
             )
         rows: Any = _Rows()
         self._given, _ = prepare(runtime, batch, train, rows, routes)

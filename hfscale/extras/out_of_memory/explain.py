@@ -96,13 +96,10 @@ def _planned(
     """Estimate a step over microbatches like ``batch``, with a fraction ``tokens`` of the batch's tokens; ``None`` if
     that fails.
     """
-    context = runtime.mesh.layout.cp  # context-parallel ranks, which share a microbatch's tokens
-    tokens = max(
-        1,
-        int(batch.numel() * context * changed.pop("tokens", 1)),
-    )
+    layout = runtime.mesh.layout
+    tokens = max(1, int(layout.of_full_sequences(batch.numel()) * changed.pop("tokens", 1)))
     given = {"optimizer": getattr(stepping, "name", "adamw_torch_fused"), "tokens": tokens}
-    length = min(tokens, batch.shape[-1] * context)
+    length = min(tokens, int(layout.of_full_sequences(batch.shape[-1])))
     try:
         return memory_estimate(runtime.model, sequence_length=length, **{**given, **changed})
     except HFScaleError:  # no estimate exists for this optimizer

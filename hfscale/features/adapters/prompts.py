@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from ..._compat.peft import PREFIX, PROMPT, PROMPT_ENCODER, is_prefix
 from ..._compat.torch import own_modules
 from ..._compat.transformers.classes import class_name
+from ...config.parallel import UNCUT_SEQUENCES
 from ...distributed.mesh import Mesh
 from ...errors import ConfigError
 from ...plan import AdapterParameter, Plan
@@ -60,7 +61,7 @@ def parameters_in_front(whole: Any, plan: Plan) -> list[AdapterParameter]:
     if kept_in == PREFIX and layout.cuts_sequences:
         raise ConfigError(
             f"{asked} must be read by every token of a sequence, but each context rank's attention reads keys by their "
-            "places in the sequence, and a prefix has none: use PromptTuningConfig, or cp_size=1"
+            f"places in the sequence, and a prefix has none: use PromptTuningConfig, or {UNCUT_SEQUENCES}"
         )
     again = recomputed(plan)
     if kept_in == PREFIX and (again.layers or again.modules):

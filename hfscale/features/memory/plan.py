@@ -191,7 +191,7 @@ def _refuse_other_attention(draft: Draft) -> None:
     """
     if draft.layout.cuts_sequences:
         draft.problem(
-            f"recompute='selective' with cp_size={draft.layout.cp}: attention over sharded sequences keeps no scores "
+            f"recompute='selective' with {draft.layout.describe()}: attention over sharded sequences keeps no scores "
             "that could be recomputed: use recompute='none', 'full', or names of modules such as ['mlp']"
         )
     inside = tuple(f"{layer}." for layer in draft.layers)
