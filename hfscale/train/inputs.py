@@ -53,15 +53,10 @@ def microbatches_of(batch: Batch | Sequence[Batch], routes: Any = None) -> list[
         else [listed]
     )
     for each in batches:
-        if not isinstance(each, Mapping) or not all(isinstance(name, str) for name in each):
-            what = (
-                "mapping whose keys are no names"
-                if isinstance(each, Mapping)
-                else type(each).__name__
-            )
+        if not isinstance(each, Mapping):
             raise ConfigError(
                 "a step takes a batch (a mapping of tensors, by the names of the model's arguments) or a list of such "
-                f"microbatches, but found a {what}"
+                f"microbatches, but found a {type(each).__name__}"
             )
     if not batches:
         raise ConfigError("a step got an empty list of microbatches: pass at least one")
@@ -84,12 +79,12 @@ def microbatches_of(batch: Batch | Sequence[Batch], routes: Any = None) -> list[
 def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss) -> None:
     """Raise :class:`ConfigError`, naming the argument, if the model or the step's loss cannot read a microbatch."""
     names, takes_more = runtime.forward_arguments
+    if unknown := batch.keys() - names - {ROUTES}:
+        _check_names(unknown, names, takes_more or not loss.needs_labels)
     if loss.needs_labels and batch.get("labels") is None:
         raise ConfigError(
             f"a step needs 'labels' in every batch, but found only {', '.join(batch)}"
         )
-    if unknown := batch.keys() - names - {ROUTES}:
-        _check_names(unknown, names, takes_more or not loss.needs_labels)
     if batch.get(ROUTES) is not None and not runtime.plan.mixtures:
         raise ConfigError(
             f"{class_name(runtime.model)} has no mixtures of experts, so it takes no routes: leave them out"
@@ -115,9 +110,14 @@ def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss)
         _check_shapes(runtime, batch, loss)
 
 
-def _check_names(unknown: Iterable[str], names: frozenset[str], takes_more: bool) -> None:
+def _check_names(unknown: Iterable[Any], names: frozenset[str], takes_more: bool) -> None:
     """Refuse arguments that the model's forward pass does not list, if it takes no more or if they are misspelled."""
     for name in unknown:
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"the keys of a batch must be names of the model's arguments, got {name!r}: use a collator of "
+                "transformers, which makes them"
+            )
         close = difflib.get_close_matches(name, names, 1, _NEAR)
         if close or not takes_more:
             known = f"its arguments are {', '.join(sorted(names - {'self'}))}"
