@@ -170,15 +170,12 @@ class PackedRows(Part):
 
             keep_states_apart(model, self.segments)
         names = list(inspect.signature(stock_class(model).forward).parameters)[1:]  # without self
-        passes: list[ExitStack] = []
 
         def begin(
             _: nn.Module,
             args: tuple[Any, ...],
             kwargs: dict[str, Any],
         ) -> Any:
-            stack = ExitStack()
-            passes.append(stack)
             if torch.compiler.is_compiling() or within_packing.get():
                 return None
             batch = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -191,19 +188,21 @@ class PackedRows(Part):
             check_packed_rows(model, [batch])
             if told_apart_by(batch) != "positions":
                 return None
+            stack = ExitStack()
             stack.enter_context(packing(True, batch))
+
+            def end(*_: Any) -> None:
+                handle.remove()
+                stack.close()
+
+            handle = model.register_forward_hook(end, always_call=True)
             return (
                 (args, {**kwargs, **with_document_lengths(batch, model)})
                 if uses_flash_attention(model)
                 else None
             )
 
-        def end(*_: Any) -> None:
-            if passes:  # empty if a hook before `begin` has raised
-                passes.pop().close()
-
         model.register_forward_pre_hook(begin, with_kwargs=True)
-        model.register_forward_hook(end, always_call=True)
 
 
 def _segments_of(documents: Tensor) -> "Segments":
