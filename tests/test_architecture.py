@@ -214,12 +214,35 @@ def test_a_feature_is_planned_in_its_own_folder() -> None:
     assert {place.split(".")[1] for place in places.values()} == {"features", "parallel"}
 
 
+def _naming(names: str, room: str) -> set[str]:
+    """Return the files outside a feature's room that name the feature."""
+    named = re.compile(names)
+    files = {module for module, path in FILES.items() if named.search(path.read_text())}
+    return {module for module in files if not module.startswith(room)}
+
+
+def test_context_parallelism_is_named_in_few_files() -> None:
+    """Its options, the mesh, its plan, its cost, and lists of all axes."""
+    assert _naming(r"\bcp\b|\bcp_", "hfscale.parallel.context") == {
+        "hfscale.checkpoint.random_states",
+        "hfscale.checkpoint.state_format",
+        "hfscale.config.layout",
+        "hfscale.config.options",
+        "hfscale.config.parallel",
+        "hfscale.cost.model.step_time",
+        "hfscale.cost.model.traffic",
+        "hfscale.cost.tools.fast_cost",
+        "hfscale.distributed.mesh",
+        "hfscale.distributed.process_groups",
+        "hfscale.errors",
+        "hfscale.plan.context_plan",
+    }
+
+
 def test_a_feature_is_named_in_few_files() -> None:
     """The table of parts, that of added layers, the options and their recipes, and what transformers has of it."""
-    named = re.compile(r"mtp_|\bmtp\b|multi.token|prediction\.(part|plan)|\bPREDICTION\b")
-    files = {module for module, path in FILES.items() if named.search(path.read_text())}
-    outside = {module for module in files if not module.startswith("hfscale.features.prediction")}
-    assert outside == {
+    names = r"mtp_|\bmtp\b|multi.token|prediction\.(part|plan)|\bPREDICTION\b"
+    assert _naming(names, "hfscale.features.prediction") == {
         "hfscale._compat.transformers.prediction",
         "hfscale.api.assemble",
         "hfscale.api.build",

@@ -378,6 +378,15 @@ def test_batches_that_cannot_be_trained_on(model: Any) -> None:
         "found a str",
         "a mapping of tensors",
     )
+    for given, words in (
+        ({0: no_labels["input_ids"]}, ("names of the model's arguments, got 0", "a collator")),
+        ({"attention_masks": no_labels["input_ids"]}, ("did you mean 'attention_mask'",)),
+    ):
+        _says(
+            ConfigError,
+            lambda given=given: hfscale.train_step(model, given),  # type: ignore[misc]
+            *words,
+        )
     ids = torch.ones(2, 4, dtype=torch.long)
     for labels, words in (
         (

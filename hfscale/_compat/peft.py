@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .lasting import check_first
-from .peft_shared import fixed_values_stay
 from .replaced import attribute_replaced
 from .torch import own_modules
 
@@ -217,6 +216,8 @@ def wrapped_model(model: nn.Module, config: Any, name: str, autocast: bool = Tru
     """
     # Not peft.get_peft_model, which scripts may replace by hfscale's function.
     from peft.mapping_func import get_peft_model
+
+    from .peft_shared import fixed_values_stay
 
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), fixed_values_stay(config):
         # PEFT 0.21 reads a name that transformers 5.23 deprecates.

@@ -146,13 +146,10 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
-def own_contents(
-    parents: Sequence[nn.Module], holders: Sequence[nn.Module]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the modules' own dicts of children (:func:`own_modules`) for all ``parents``, and of parameters
-    (:func:`own_parameters`) for all ``holders``; one call is faster than one for each module.
-    """
-    return [module._modules for module in parents], [module._parameters for module in holders]
+children_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
+"""Return :func:`own_modules`, for ``map`` over many modules."""
+parameters_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
+"""Return :func:`own_parameters`, for ``map`` over many modules."""
 
 
 def passes_otherwise(module: nn.Module) -> bool:

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from .._compat.peft import adapted_model, is_a_hosts, wrapped_by_peft
 from .._compat.transformers.classes import class_name, is_distributed_by_host, model_class
-from .._compat.transformers.gguf import forget_gguf
 from .._compat.transformers.loading import FILE
 from ..checkpoint.stored_forms.scheme import check_asked_form
 from ..config.float8 import Float8Config
@@ -301,6 +300,8 @@ def parallelize(
             f"{class_name(model)} cannot be parallelized: {reason}. Load the model again with its full weights and not "
             "yet distributed, or use hfscale.from_pretrained"
         )
+    from .._compat.transformers.gguf import forget_gguf
+
     forget_gguf(model)
     if not wrapped_by_peft(model):
         return build(InMemory(model), layout, options)

@@ -22,7 +22,7 @@ from .._compat.torch import (
 )
 from .._compat.transformers.added_layers import AddedLayers
 from .._compat.transformers.classes import built_or_explained, class_name, empty_copy, from_config
-from ..checkpoint.load import load_pretrained
+from ..checkpoint.load import keep_own_stages, load_pretrained
 from ..checkpoint.stored_forms.scheme import StoredForm, split_stored_form
 from ..config.options import Options
 from ..config.parallel import ParallelConfig
@@ -30,11 +30,9 @@ from ..config.schedules import schedule_of
 from ..distributed.mesh import Mesh
 from ..errors import ConfigError
 from ..features.quantization.plan import plan_quantized
-from ..parallel.pipeline.placeholders import drop_other_stages
 from ..parallel.tensor.part import cut_parameters
 from ..plan import Plan
 from ..plan.quantized import AS_STORED
-from ..train.runtime.initialize import initialize_local_weights
 from ..train.runtime.parameter_names import materialize_buffers
 from ..train.runtime.shards import LocalWeights
 from ..train.runtime.writing import all_or_none, not_finite, warn_of_not_finite
@@ -136,7 +134,9 @@ class FromSeed:
     def load(self, plan: Plan, mesh: Mesh) -> tuple[Any, LocalWeights]:
         """Return the model on the meta device with local sizes, and this rank's shards of its weights."""
         model = copy.deepcopy(self.outline.model)
-        drop_other_stages(model, plan, mesh.pp_rank)
+        from ..train.runtime.initialize import initialize_local_weights
+
+        keep_own_stages(model, plan, mesh)
         cut_parameters(model, plan, mesh)
         tensors, buffers = initialize_local_weights(
             copy.deepcopy(self.outline.model), plan, mesh, self.seed
@@ -190,6 +190,8 @@ class FromCheckpoint(FromSeed):
             warn_of_not_finite(mesh, not_finite(weights.numbers_besides(missing)), self.path)
         self._name(model.config, model)
         if missing:
+            from ..train.runtime.initialize import initialize_local_weights
+
             template = self.template(model)
             fresh, _ = initialize_local_weights(
                 template, plan, mesh, self.seed, wanted=lambda name: name in missing
@@ -226,7 +228,7 @@ class InMemory:
         _refuse_different(model, mesh)
         _refuse_hooks(model, mesh)
         modules = list(model.modules())
-        drop_other_stages(model, plan, mesh.pp_rank)
+        keep_own_stages(model, plan, mesh)
         _give_up_memory(modules, kept=model)
         cut_parameters(model, plan, mesh)
         model.to(mesh.device)

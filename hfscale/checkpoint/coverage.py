@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,13 @@ class Carried:
 
     directory: Path
     names: frozenset[str]
+
+
+def names_besides(model: nn.Module, targets: Mapping[str, str]) -> Iterator[str]:
+    """Yield the stored names whose target is no parameter or buffer of ``model``."""
+    named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    named.update(name for name, _ in model.named_buffers())
+    return (name for name, target in targets.items() if target not in named)
 
 
 def note_carried(model: Any, directory: Path, names: Iterable[str]) -> None:

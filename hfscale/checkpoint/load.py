@@ -32,14 +32,13 @@ from ..distributed.files.sources import Source, find_source, refuse_foreign
 from ..distributed.files.weight_files import TORCH_INDEX, open_tensors
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
-from ..parallel.pipeline.placeholders import drop_other_stages
 from ..parallel.tensor.part import cut_parameters
 from ..plan import Plan
 from ..train.runtime import runtime_of
 from ..train.runtime.parameter_names import put_parameter
 from ..train.runtime.shards import LocalWeights, local_tensor
 from ..train.runtime.writing import all_or_none
-from .coverage import check_coverage, note_carried
+from .coverage import check_coverage, names_besides, note_carried
 from .merged import merged_parameters, parts_of_share
 from .overwrites import find_overwrites, initialize_around
 from .stored_forms.scheme import StoredForm, form_in
@@ -107,7 +106,7 @@ class _Loader:
         check_coverage(self.plan, list(stored), self.stored, str(self.directory), tells=first)
         self._note_others(model, targets)
         self._keep_stored(model, stored, targets)
-        drop_other_stages(model, self.plan, self.mesh.pp_rank)
+        keep_own_stages(model, self.plan, self.mesh)
         if quantizer is not None:
             self.quantizing = Quantizing(model, self.plan, self.mesh, quantizer)
         parts = self._merged(stored, targets)
@@ -181,16 +180,8 @@ class _Loader:
 
     def _note_others(self, model: Any, targets: dict[str, Destination]) -> None:
         """Record on a full model the stored keys that match none of its parameters or buffers."""
-        named = {
-            name
-            for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
-        }
-        others = (
-            self.renamed.get(key, key)
-            for key, target in targets.items()
-            if target.name not in named
-        )
-        note_carried(model, self.directory, others)
+        read = {self.renamed.get(key, key): target.name for key, target in targets.items()}
+        note_carried(model, self.directory, names_besides(model, read))
 
     def _keep_stored(
         self, model: Any, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]
@@ -354,6 +345,14 @@ class _Loader:
             for name, row in self.rows.items():
                 hold_quantized(model, name, row.encoding)
         return shares
+
+
+def keep_own_stages(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
+    """Replace the modules that no stage of this rank holds by placeholders."""
+    if plan.stages is not None:
+        from ..parallel.pipeline.placeholders import drop_other_stages
+
+        drop_other_stages(model, plan, mesh.pp_rank)
 
 
 def load_pretrained(

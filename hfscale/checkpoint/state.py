@@ -185,7 +185,7 @@ def taken_now(
     """Wait for the previous save, and collect what this rank writes of the run's present state; ``target`` is the
     directory of the new state. Collective.
     """
-    if (streams := runtime.streams) is not None:
+    if (streams := runtime.streams) is not None and not streams.agreed:
         streams.synchronize(runtime)
     with all_or_none(runtime.mesh, f"{target} could not be written"):
         wait_for_saves()

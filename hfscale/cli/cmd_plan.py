@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from ..api.build import plan as make_plan
-    from ..plan import render, to_json
+    from ..plan.table import render, to_json
 
     layout = flags.layout_of(arguments)
     config = flags.load_config(arguments.model, arguments.trust_remote_code)

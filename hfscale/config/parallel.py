@@ -235,6 +235,10 @@ class ParallelConfig(Spelled, LayoutFields, ParallelismConfig):
         """Return the number of a microbatch's ``tokens`` that the context-parallel rank with most tokens computes."""
         return ceil(tokens / self.cp)
 
+    def of_full_sequences(self, own: float) -> float:
+        """Return an amount per microbatch, given its value ``own`` for the tokens of one context-parallel rank."""
+        return own * self.cp
+
     def microbatches_of(self, accumulated: int) -> int:
         """Return the number of microbatches of a step, given the number of gradient accumulation steps. In a pipeline,
         ``num_microbatches`` has priority, and the default is one microbatch per pipeline rank.

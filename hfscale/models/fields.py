@@ -122,8 +122,9 @@ def partial_output(config: Any, arguments: dict[str, Any] | None = None) -> str 
     rank; ``None`` if no such output is requested.
     """
     given = arguments or {}
+    text = text_config(config)
     for name, why in _WHY.items():
         asked = given.get(name)
-        if field(text_config(config), name, False) if asked is None else asked:
+        if field(text, name, False) if asked is None else asked:
             return f"{name}=True {why}"
     return None

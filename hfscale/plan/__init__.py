@@ -3,5 +3,5 @@
 from .cut import Cut, write_share
 from .modules import AdapterParameter, BlockPlan, ExpertsPlan, SequencePlan
 from .parameter import ParameterPlan
+from .plan import Plan
 from .stages import Stage, StagePlan, balance
-from .table import Plan, render, to_json

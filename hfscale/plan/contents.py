@@ -130,7 +130,7 @@ class PlanContents:
         """The plan of each parameter, by the parameter's name."""
         return {parameter.name: parameter for parameter in self.parameters}
 
-    @property
+    @cached_property
     def lookup_shape(self) -> tuple[int, int] | None:
         """The shape of the weight of the input embedding: vocabulary size and width; ``None`` if there is no such
         embedding.

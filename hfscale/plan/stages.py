@@ -1,6 +1,6 @@
 """Define the plan of pipeline stages: the layers, the rank and the cost of each stage. Balance layers over stages.
 
-:mod:`hfscale.parallel.pipeline.plan` measures the cost of a layer, and finds the modules before and after the layers.
+:mod:`hfscale.parallel.pipeline.stage_plan` measures the cost of a layer, and finds the modules around the layers.
 """
 
 from bisect import bisect_left, bisect_right
@@ -10,7 +10,6 @@ from itertools import accumulate
 
 from ..config.schedules import schedule_of
 from ..errors import ConfigError
-from .columns import aligned
 
 _COLUMNS = ("stage", "rank", "layers", "of the model", "parameters", "of FLOPs", "of the mean")
 
@@ -283,6 +282,8 @@ class StagePlan:
             f"stage {tie.owner}"
             for tie in self.ties
         ]
+        from .columns import aligned
+
         lines = aligned([_COLUMNS, *rows], left=[_COLUMNS.index("of the model")])
         return "\n".join([*lines, f"largest stage / mean: {self.imbalance:.2f}", *tied])
 

@@ -1,8 +1,8 @@
-"""Define ``Plan``, the plan of a model: it prints as a table, and :func:`to_json` returns it as JSON."""
+"""Render a plan as a table, and as JSON for programs."""
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from math import prod
 from typing import Any
 
@@ -124,16 +124,6 @@ def to_json(plan: PlanContents) -> str:
 def _json_fields(data: BlockPlan | Cut) -> dict[str, Any]:
     """Return the fields of a plan's entry as a dict with the names that the JSON output uses."""
     return {_JSON_NAMES.get(name, name): value for name, value in asdict(data).items()}
-
-
-@dataclass(frozen=True)
-class Plan(PlanContents):
-    """Describe how a model is distributed over ranks under a layout; ``print(plan)`` shows a table. See
-    :class:`.contents.PlanContents` for the fields.
-    """
-
-    def __str__(self) -> str:
-        return render(self)
 
 
 def render(plan: PlanContents) -> str:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from .._compat.torch import alike, multiply_all, norms_of
 from ..errors import HFScaleError, check_count, check_number
 from ..plan import ParameterPlan
-from .around import refuse_trained_around
 from .runtime import Runtime, local_tensor, runtime_of
 
 _Axes = tuple[str, ...]
@@ -37,7 +36,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     here = [
         (planned, local_tensor(p.grad)) for planned, p in runtime.parameters() if p.grad is not None
     ]
-    refuse_trained_around(runtime, model)
+    if model is not runtime.model:
+        from .around import refuse_trained_around
+
+        refuse_trained_around(runtime, model)
     norm = _global_norm(runtime, here, float(norm_type))
     gradients = [gradient for _, gradient in here]
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)

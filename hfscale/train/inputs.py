@@ -3,25 +3,25 @@ labels, and copy microbatches to the device.
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from numpy import ndarray
 from torch import Tensor, nn
 
-from .._compat.transformers.classes import (
-    class_name,
-    forward_arguments,
-    stock_class,
-    takes_argument,
-)
-from .._compat.transformers.computing import uses_flash_attention
+from .._compat.transformers.classes import class_name
+from .._compat.transformers.packed_rows import uses_flash_attention
 from ..errors import ConfigError
 from ..plan.feature_plans import ROUTES
 from .guards.part import before_step, check_model
-from .packed_rows.facts import refuse_lengths_alone, tell_of_numbers, with_document_lengths
-from .packed_rows.guard import check_counted
+from .packed_rows.facts import (
+    LENGTHS,
+    refuse_lengths_alone,
+    tell_of_numbers,
+    with_document_lengths,
+)
+from .packed_rows.guard import check_packed_rows
 from .runtime import Batch, Part, Runtime, StepLoss
 from .runtime.batches import (
     Counts,
@@ -57,20 +57,15 @@ def microbatches_of(batch: Batch | Sequence[Batch], routes: Any = None) -> list[
         else [listed]
     )
     for each in batches:
-        if not isinstance(each, Mapping) or not all(isinstance(name, str) for name in each):
-            what = (
-                "mapping whose keys are no names"
-                if isinstance(each, Mapping)
-                else type(each).__name__
-            )
+        if not isinstance(each, Mapping):
             raise ConfigError(
                 "a step takes a batch (a mapping of tensors, by the names of the model's arguments) or a list of such "
-                f"microbatches, but found a {what}"
+                f"microbatches, but found a {type(each).__name__}"
             )
     if not batches:
         raise ConfigError("a step got an empty list of microbatches: pass at least one")
     if routes is None:
-        return [dict(each) for each in batches]
+        return list(map(dict, batches))
     given = [routes] if isinstance(routes, Tensor) else list(routes)
     if len(given) != len(batches):
         raise ConfigError(
@@ -90,12 +85,13 @@ def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss)
     """Check the arguments in a microbatch: their names, types, dtypes and shapes. Raise :class:`ConfigError`, which
     names the argument, if the model or the step's loss does not accept it.
     """
-    names, takes_more = forward_arguments(stock_class(runtime.model).forward)
+    names, takes_more = runtime.forward_arguments
+    if unknown := batch.keys() - names - {ROUTES}:
+        _check_names(unknown, names, takes_more or not loss.needs_labels)
     if loss.needs_labels and batch.get("labels") is None:
         raise ConfigError(
             f"a step needs 'labels' in every batch, but found only {', '.join(batch)}: add labels, or pass a loss_fn"
         )
-    _check_names(batch, names, takes_more or not loss.needs_labels)
     if batch.get(ROUTES) is not None and not runtime.plan.mixtures:
         raise ConfigError(
             f"{class_name(runtime.model)} has no mixture of experts, so routes= (the experts of each token) cannot be "
@@ -108,7 +104,8 @@ def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss)
             "logits_to_keep leaves positions without logits, but the loss covers all positions: leave logits_to_keep "
             "out"
         )
-    refuse_lengths_alone(batch)
+    if LENGTHS[0] in batch:
+        refuse_lengths_alone(batch)
     labels = (
         ("labels", "shift_labels") if loss.ignores else ()
     )  # labels of other losses may be regression targets
@@ -118,21 +115,18 @@ def check_microbatch(runtime: Runtime, batch: Mapping[str, Any], loss: StepLoss)
             raise ConfigError(
                 f"{name} must be whole numbers of type int64, got {value.dtype}: use {name}.long()"
             )
-    embeds = batch.get("inputs_embeds")
-    if embeds is not None and not embeds.is_floating_point():
-        raise ConfigError(
-            f"inputs_embeds must be vectors of a floating-point dtype, got {embeds.dtype}: use .float()"
-        )
     if "input_ids" in names:
         _check_shapes(runtime, batch, loss)
 
 
-def _check_names(
-    batch: Mapping[str, Any],
-    names: frozenset[str],
-    takes_more: bool,
-) -> None:
-    for name in batch.keys() - names - {ROUTES}:
+def _check_names(unknown: Iterable[Any], names: frozenset[str], takes_more: bool) -> None:
+    """Refuse arguments that the model's forward pass does not list, if it takes no more or if they are misspelled."""
+    for name in unknown:
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"the keys of a batch must be names of the model's arguments, got {name!r}: use a collator of "
+                "transformers, which makes them"
+            )
         close = difflib.get_close_matches(name, names, 1, _NEAR)
         if close or not takes_more:
             known = f"its arguments are {', '.join(sorted(names - {'self'}))}"
@@ -159,6 +153,10 @@ def _check_value(name: str, value: Any, device: torch.device) -> None:
         kind = "on the meta device" if empty else f"of layout {value.layout} and type {value.dtype}"
         raise ConfigError(
             f"{name} must be a dense tensor of real numbers, got one {kind}: make it with torch.tensor(...)"
+        )
+    if name == "inputs_embeds" and not value.is_floating_point():
+        raise ConfigError(
+            f"inputs_embeds must be vectors of a floating-point dtype, got {value.dtype}: use .float()"
         )
 
 
@@ -252,29 +250,37 @@ def prepare(
         ConfigError: on every rank, if a check of the batch fails on any rank, or if the model cannot run this step.
     """
     mesh = runtime.mesh
-    rows = list[Counts]()
+    counts = Counts()
     refused = None
     microbatches = list[Microbatch]()
     runtime.data.release()  # the checks read FSDP2's shards, not gathered parameters
     with runtime.contents.fixed():
         before_step(runtime) if train else check_model(runtime)
-        loss = _loss_of(runtime, loss)
+        loss = loss or runtime.loss
+        if loss is None:
+            raise _no_loss(runtime.model)
         try:
             given, rows = _agreed(runtime, loss, batch, train, routes)
-            if outside := sum(row.outside for row in rows):
-                _refuse_outside(runtime, outside)
-            for microbatch, counts in zip(given, rows, strict=True):
-                microbatch.learn(counts)
-            check_counted(runtime.model, given)
-            microbatches = [runtime.context.shard_batch(each) for each in given]
-        except ConfigError as error:  # ranks with other batches must not wait for this one
-            refused = error
-    valid = sum(row.valid for row in rows)
-    control = mesh.control if mesh.data_world > 1 else None
-    passes = runtime.executor.passes_together(len(microbatches))
-    total = total_of(valid, refused, control, mesh.speaks_for_batch, passes)
-    _tell_what_is_hardly_meant(runtime, loss, rows, total)
-    microbatches = _as_the_model_takes(runtime.model, microbatches, mesh.device)
+            counts = Counts(*map(sum, zip(*rows, strict=True)))
+            if counts.outside:
+                _refuse_outside(runtime, counts.outside)
+            for microbatch, row in zip(given, rows, strict=True):
+                microbatch.learn(row)
+            if counts.packed:
+                check_packed_rows(runtime.model, [each for each in given if each.holds_several])
+            microbatches = list(map(runtime.context.shard_batch, given))
+        except ConfigError as error:
+            if mesh.data_world == 1:
+                raise
+            refused = error  # ranks with other batches must not wait for this one
+    total = counts.valid
+    if mesh.data_world > 1:
+        own = total if mesh.speaks_for_batch else 0  # of ranks that share a batch, one counts
+        passes = runtime.executor.passes_together(len(microbatches))
+        total = total_of(own, refused, mesh.control, passes)
+    if counts.numbered or total == 0:
+        _warn_of_mistakes(runtime, loss, counts, total)
+    microbatches = _as_the_model_takes(runtime, microbatches, packed=counts.packed > 0)
     return microbatches, torch.full(
         (),
         max(total, 1),
@@ -283,13 +289,9 @@ def prepare(
     )
 
 
-def _tell_what_is_hardly_meant(
-    runtime: Runtime, loss: StepLoss, rows: Sequence[Counts], total: int
-) -> None:
-    """Warn of probable mistakes in a batch that stock code accepts silently: a mask that numbers documents, or a step
-    in which no label counts. Only one rank prints the warning.
-    """
-    if runtime.mesh.speaks_for_batch and any(row.numbered for row in rows):
+def _warn_of_mistakes(runtime: Runtime, loss: StepLoss, counts: Counts, total: int) -> None:
+    """Warn, on one rank, of probable mistakes in a batch that stock code accepts silently."""
+    if counts.numbered and runtime.mesh.speaks_for_batch:
         tell_of_numbers()
     counts_labels = loss.needs_labels and loss.ignores
     if counts_labels and total == 0 and runtime.mesh.rank == 0:
@@ -297,22 +299,22 @@ def _tell_what_is_hardly_meant(
 
 
 def _as_the_model_takes(
-    model: nn.Module, microbatches: Sequence[Microbatch], device: torch.device
+    runtime: Runtime, microbatches: list[Microbatch], packed: bool
 ) -> list[Microbatch]:
     """Copy the microbatches to the device, and add the arguments that the model needs: boundaries of packed documents
     for flash attention, and ``use_cache=False``.
     """
-    if any(each.by_positions for each in microbatches) and uses_flash_attention(model):
+    if packed and uses_flash_attention(runtime.model):
         microbatches = [
-            each.like(with_document_lengths(each, model)) if each.by_positions else each
+            each.like(with_document_lengths(each, runtime.model)) if each.by_positions else each
             for each in microbatches
         ]
-    moved = to_device(microbatches, device)
-    if takes_argument(model, "use_cache"):
-        for microbatch in moved:
+    to_device(microbatches, runtime.mesh.device)
+    if "use_cache" in runtime.forward_arguments[0]:
+        for microbatch in microbatches:
             # A cache of keys and values is needed only for generation.
             microbatch.setdefault("use_cache", False)
-    return moved
+    return microbatches
 
 
 def _agreed(
@@ -322,41 +324,37 @@ def _agreed(
     microbatches, and the counts (labels and others) of each.
     """
     executor = runtime.executor
-    sharing = runtime.mesh.sharing
-    agrees = executor.agrees(train)
+    # Not with microbatches in flight: then stages are in different steps.
+    compares = not (train and executor.under_way)
+    sharing = runtime.mesh.sharing if compares else None
+    reports = executor.reports if compares else None
     given = list[Microbatch]()
     seen = None
     refused = None
     told: tuple[list[int], list[Tensor]] = [], []
     try:
         given = _microbatches(runtime, microbatches_of(batch, routes), loss)
-        told = executor.numbers_to_compare(train) if agrees else told
+        told = told if reports is None else reports.numbers_to_compare(train)
         seen = look_at(
             given, loss.count_labels, hashed=sharing is not None, tokens=_vocabulary(runtime, given)
         )
     except ConfigError as error:  # the other ranks must not wait for this rank
         refused = error
-        told = executor.numbers_to_compare(False) if agrees else told
-    rows, ranks = agree(given, seen, train, sharing if agrees else None, *told)
+        told = told if reports is None else reports.numbers_to_compare(False)
+    rows, ranks = agree(given, seen, train, sharing, *told)
     if refused is not None:
         raise refused
-    if agrees:
-        executor.compare_numbers(ranks)
+    if reports is not None:
+        reports.compare_numbers(ranks)
     return given, rows
 
 
-def _loss_of(runtime: Runtime, asked: StepLoss | None) -> StepLoss:
-    """Return the loss whose labels are counted in a step: ``asked``, or else the model's loss. Raise
-    :class:`ConfigError` if the model has none that hfscale supports.
-    """
-    loss = asked or runtime.loss
-    if loss is None:
-        raise ConfigError(
-            f"train_step normalizes a causal language model's loss, but {class_name(runtime.model)} has another "
-            f"loss (loss_type {getattr(runtime.model, 'loss_type', None)!r}): pass train_step a loss_fn, or loop over "
-            "loss = model(**batch).loss and loss.backward() instead"
-        )
-    return loss
+def _no_loss(model: nn.Module) -> ConfigError:
+    return ConfigError(
+        f"train_step normalizes a causal language model's loss, but {class_name(model)} has another loss (loss_type "
+        f"{getattr(model, 'loss_type', None)!r}): pass train_step a loss_fn, or loop over loss = model(**batch).loss "
+        "and loss.backward() instead"
+    )
 
 
 def _vocabulary(runtime: Runtime, batches: Sequence[Batch]) -> int | None:
@@ -364,13 +362,13 @@ def _vocabulary(runtime: Runtime, batches: Sequence[Batch]) -> int | None:
     fail for other ids); ``None`` if the check is not needed.
     """
     shape = runtime.plan.lookup_shape
-    ids = [batch.get("input_ids") for batch in batches]
-    on_host = (
-        all(each is None or each.device.type == "cpu" for each in ids)
-        and runtime.mesh.control is not None
-    )
-    if shape is None or not (on_host or runtime.plan.embedding is not None):
+    if shape is None:
         return None
+    if runtime.plan.embedding is None:  # a stock embedding fails by itself
+        ids = [batch.get("input_ids") for batch in batches]
+        on_host = all(each is None or each.device.type == "cpu" for each in ids)
+        if not on_host or runtime.mesh.control is None:
+            return None
     return shape[0] + (0 if runtime.adapters is None else runtime.adapters.tokens_in_front(runtime))
 
 
@@ -387,9 +385,10 @@ def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> l
     """Check the batches that a step was given, and return the microbatches that go through the model, into which a
     pipeline may split the batches.
     """
+    filled = list[Batch]()
     for microbatch in given:
         check_microbatch(runtime, microbatch, loss)
-    filled = [_without_gaps(runtime, microbatch) for microbatch in given]
+        filled.append(_without_gaps(runtime, microbatch))
     asks = "" if loss.needs_labels else "loss_fn"
     if runtime.observer is not None and runtime.model.training and torch.is_grad_enabled():
         asks = runtime.observer.needs_rows
@@ -398,12 +397,9 @@ def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> l
             f"a batch must have at least one row on every rank for {asks}, got none on this rank: pass at least one "
             "row"
         )
-    shared = [
-        Microbatch(each)
-        for each in runtime.executor.share_out(
-            [dict(_with_prompt(runtime, microbatch)) for microbatch in filled]
-        )
-    ]
+    if runtime.adapters is not None:
+        filled = [runtime.adapters.in_front(runtime, microbatch) for microbatch in filled]
+    shared = list(map(Microbatch, runtime.executor.share_out(filled)))
     for microbatch in shared:
         microbatch.parts = len(shared) // len(given)
     for part in runtime.parts_with(Part.check_step):
@@ -411,23 +407,13 @@ def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> l
     return shared
 
 
-def _with_prompt(runtime: Runtime, batch: Batch) -> Batch:
-    return batch if runtime.adapters is None else runtime.adapters.in_front(runtime, batch)
-
-
 def _without_gaps(runtime: Runtime, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``batch``, unless it has no rows. Then return rows of padding with ignored labels, because a rank without
     rows must still join all collectives.
     """
-    tokens = next(
-        (
-            batch[name]
-            for name in ("input_ids", "inputs_embeds")
-            if isinstance(batch.get(name), Tensor)
-        ),
-        None,
-    )
-    if tokens is None or tokens.ndim < 2 or tokens.shape[0] > 0:
+    tokens = batch.get("input_ids")
+    tokens = batch.get("inputs_embeds") if tokens is None else tokens
+    if not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[0] > 0:
         return batch
     rows = runtime.executor.fewest_rows()
     filled = {name: _padding_rows(name, value, rows) for name, value in batch.items()}

@@ -89,7 +89,9 @@ def train_step(
         return train_by_scores(runtime, model, batch, score_loss, temperature, routes)
     signals = None if teacher is None else teacher.signals(batch)
     microbatches, num_labels = prepare(runtime, batch, train=True, routes=routes)
-    divisors = _divisors(num_labels, num_items_in_batch, len(microbatches))
+    divisors = [num_labels] * len(microbatches)
+    if num_items_in_batch is not None:
+        divisors = _divisors(num_labels, num_items_in_batch, len(microbatches))
     objective = _objective(runtime, divisors, label_smoothing, teacher, signals)
     with runtime.around(Part.around_step, microbatches, True):
         return runtime.executor.run(model, microbatches, objective, backward=True)
@@ -210,7 +212,9 @@ def eval_step(
             num_items_in_batch = labels_around(runtime, model, batch)
         signals = None if teacher is None else teacher.signals(batch)
         microbatches, num_labels = prepare(runtime, batch, train=False)
-        divisors = _divisors(num_labels, num_items_in_batch, len(microbatches))
+        divisors = [num_labels] * len(microbatches)
+        if num_items_in_batch is not None:
+            divisors = _divisors(num_labels, num_items_in_batch, len(microbatches))
         objective = _objective(runtime, divisors, label_smoothing, teacher, signals)
         objective = objective if kept is None else kept.recording(objective)
         loss = runtime.run_step(model, microbatches, objective, backward=False)
@@ -221,14 +225,8 @@ def eval_step(
     return loss, outputs[0] if single else outputs
 
 
-def _divisors(
-    count: Tensor, asked: float | Sequence[float] | None, microbatches: int
-) -> list[Tensor]:
-    """Return, for each microbatch, the number by which its sum over labels is divided: ``count``, the number of labels
-    of the step, or the number that ``asked`` (the argument ``num_items_in_batch``) holds for its batch.
-    """
-    if asked is None:
-        return [count] * microbatches
+def _divisors(count: Tensor, asked: float | Sequence[float], microbatches: int) -> list[Tensor]:
+    """Return the asked divisor of each microbatch's sum over labels; microbatches split from one batch share it."""
     given = list(asked) if isinstance(asked, Sequence) and not isinstance(asked, str) else [asked]
     if not given or microbatches % len(given):
         raise ConfigError(

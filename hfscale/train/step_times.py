@@ -10,8 +10,8 @@ CPU, so a rank on which only the GPU is slow is not found.
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -52,16 +52,15 @@ class StepTimes(Part):
         """Return whether there are several ranks to compare."""
         return runtime.mesh.layout.total_size > 1
 
-    @contextmanager
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Record the start of a training step; at the end of a window of steps, compare ranks."""
         if train:
             self._starts.append(time.time())
         if len(self._starts) > self._length:
             self._compare(runtime)
-        yield
+        return nullcontext()
 
     def metrics(self, runtime: Runtime) -> Mapping[str, float]:
         """Return ``step_seconds``, the duration of a step, and ``work_seconds/rank_N``, the time that rank N has worked

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .._compat.torch import tree_leaves
 from .._compat.transformers.classes import class_name, forward_arguments, stock_class
+from ..config.parallel import UNCUT_SEQUENCES
 from ..distributed.ops.token_scores import TokenScores
 from ..errors import ConfigError, check_number
 from ..plan.feature_plans import ROUTES
@@ -300,7 +301,7 @@ class UserLoss:
             raise ConfigError(
                 "loss_fn needs rows whose tokens are on one rank if an adapter adds a prompt before them, got "
                 f"{runtime.mesh.layout.describe()}, where ranks share a row and its prompt: leave loss_fn out, or use "
-                "cp_size=1"
+                f"{UNCUT_SEQUENCES}"
             )
         rows: Any = _Rows()
         self._given, _ = prepare(runtime, batch, train, rows, routes)

@@ -7,9 +7,9 @@ from transformers import LlamaConfig
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.plan import to_json
 from hfscale.plan.contents import Feature, PlanContents
 from hfscale.plan.context_plan import ContextPlan
+from hfscale.plan.table import to_json
 
 CONFIG = LlamaConfig(
     hidden_size=16,

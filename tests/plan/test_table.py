@@ -12,8 +12,7 @@ from transformers import LlamaConfig
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale.plan import render, to_json
-from hfscale.plan.table import human, local_bytes
+from hfscale.plan.table import human, local_bytes, render, to_json
 from tests.tiny_models import tiny
 
 

@@ -123,16 +123,26 @@ def test_one_look_at_a_step(pools: Pools, layout: dict[str, int]) -> None:
         assert seen == {"tolist": 1}
 
 
-def checks_of_a_step(microbatches: int) -> int:
+def checks_of_a_step(auto_class: str, microbatches: int, train: bool) -> int:
     model = hfscale.from_config(
-        tiny("llama"), parallel=ParallelConfig(tp_size=2), dtype=torch.float64
+        tiny("llama", pad_token_id=0),
+        parallel=ParallelConfig(tp_size=2),
+        auto_class=auto_class,
+        dtype=torch.float64,
     ).train()
+    batch = {**BATCH, "labels": IDS if "Causal" in auto_class else torch.tensor([0, 1, 1, 0])}
     with mock.patch.object(
         Structure, "check", autospec=True, side_effect=Structure.check
     ) as checked:
-        hfscale.train_step(model, [BATCH] * microbatches)
+        step = hfscale.train_step if train else hfscale.eval_step
+        step(model, [batch] * microbatches)
     return checked.call_count
 
 
-def test_a_step_compares_the_model_once(pools: Pools) -> None:
-    assert pools(2).run(checks_of_a_step, 3) == [1, 1]
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize(
+    "auto_class", ["AutoModelForCausalLM", "AutoModelForSequenceClassification"]
+)
+def test_a_step_compares_the_model_once(pools: Pools, auto_class: str, train: bool) -> None:
+    """Whether the loss is hfscale's or the model's own: in both, the passes of a step are no plain calls."""
+    assert pools(2).run(checks_of_a_step, auto_class, 3, train) == [1, 1]

@@ -12,7 +12,7 @@ from hfscale.api.assemble import PARTS
 from hfscale.extensions import imported
 from hfscale.train.runtime import Part
 
-MOST = 192
+MOST = 170
 """Modules of hfscale's in each of two tensor ranks that load a tiny Llama and train it for a step."""
 _RUN = """
 import json, sys

@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..replaced import attribute_replaced
 from .caches import CACHES
 from .classes import takes_argument
-from .implementations import implementation_of, note_host
+from .implementations import note_host
 
 __all__ = ["and_masks", "leave_out_padding"]
 
@@ -135,14 +135,6 @@ def masks_made_here(kind: type) -> Iterator[None]:
         attribute_replaced(masking_utils, "_preprocess_mask_arguments", unless_made),
     ):
         yield
-
-
-def uses_flash_attention(model: Any) -> bool:
-    """Return whether the model's attention implementation is FlashAttention, of any version; such kernels take the
-    lengths of the documents in a packed row.
-    """
-    config = model.config.get_text_config()
-    return "flash" in implementation_of(config)
 
 
 def position_counter(model: nn.Module) -> Callable[[Mapping[str, Any]], Tensor | None]:

@@ -10,6 +10,7 @@ from transformers import masking_utils
 from transformers.masking_utils import and_masks
 
 from ..replaced import attribute_replaced
+from .implementations import implementation_of
 
 within_packing = ContextVar("whether a packing() that knows the documents is active", default=False)
 documents_here: ContextVar[Tensor | None] = ContextVar(
@@ -103,6 +104,12 @@ def keep_documents_apart(
     remapped: Any = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
     within = function if remapped is None else remapped(function, position_ids)
     return and_masks(within, masking_utils.packed_sequence_mask_function(documents))
+
+
+def uses_flash_attention(model: Any) -> bool:
+    """Return whether attention is a flash kernel, of any version; such kernels take the lengths of texts in a row."""
+    config = model.config.get_text_config()
+    return "flash" in implementation_of(config)
 
 
 @contextmanager

@@ -313,7 +313,7 @@ def _layer(plan: Plan, layer: str, types: Types, situation: Situation) -> LayerB
         first = not any(name in situation.trained for name in looked_up)
     size = layer_bytes(plan, layer, situation, types, first=first)
     if any(name.startswith(f"{layer}.") for name in plan.run_whole):
-        return replace(size, kept=size.kept * plan.layout.size("cp"), as_input=0.0)
+        return replace(size, kept=plan.layout.of_full_sequences(size.kept), as_input=0.0)
     return size
 
 

@@ -219,26 +219,30 @@ class _Mapping(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        forward: Map,
+        forward: Map | None,
         backward: Any,
         undefined: bool,
     ) -> Tensor:
         ctx.of_gradient = backward
         ctx.set_materialize_grads(not undefined)
-        return forward(x)
+        return x.view_as(x) if forward is None else forward(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.of_gradient(grads[0]), None, None, None
+        gradient = grads[0] if ctx.of_gradient is None else ctx.of_gradient(grads[0])
+        return gradient, None, None, None
 
 
 def apply_mapping(
-    x: Tensor, forward: Map, backward: Callable[[Any], Tensor], undefined: bool = False
+    x: Tensor,
+    forward: Map | None,
+    backward: Callable[[Any], Tensor] | None,
+    undefined: bool = False,
 ) -> Tensor:
-    """Return ``forward(x)``, a new tensor or a view, whose gradient ``backward`` maps to the gradient of ``x``; no
-    tensor is saved.
+    """Return ``forward(x)``, a new tensor or a view, with ``backward`` as the function of its gradient; save no tensor.
 
+    ``None`` is the identity.
     With ``undefined``, ``backward`` receives ``None`` for a missing gradient; otherwise it receives zeros.
     """
     return _Mapping.apply(x, forward, backward, undefined)
@@ -269,22 +273,14 @@ def copy_to_tp_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return ``x``, an activation or parameter that is equal on all ranks of ``group``; in the backward pass,
     all-reduce its gradient.
     """
-    return (
-        x
-        if group is None
-        else apply_mapping(x, lambda x: x.view_as(x), partial(_summed_copy, group=group))
-    )
+    return x if group is None else apply_mapping(x, None, partial(_summed_copy, group=group))
 
 
 def reduce_from_tp_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """All-reduce the partial sums ``x``, of any shape, over the ranks of ``group``; the backward pass leaves the
     gradient unchanged.
     """
-    return (
-        x
-        if group is None
-        else apply_mapping(x, partial(_summed_copy, group=group), lambda grad: grad)
-    )
+    return x if group is None else apply_mapping(x, partial(_summed_copy, group=group), None)
 
 
 def gather_from_tp_region(

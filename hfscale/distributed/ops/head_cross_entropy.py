@@ -18,7 +18,7 @@ parameter is a sum over rows, in one buffer; the gradients of the rows are retur
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..._compat.torch import backward_keeps_graph
-from .divergence import DivergenceTerms, TaughtRows
 from .vocab_cross_entropy import RowTerms, Targets, VocabularySlice, compute_dtype
+
+if TYPE_CHECKING:  # imported only with a teacher
+    from .divergence import DivergenceTerms, TaughtRows
 
 Pointwise = Callable[[Tensor], Tensor]
 
@@ -60,7 +62,7 @@ class HeadRows:
         self.parameters = parameters
         self.finish = finish
         self.needed = needed
-        self._sums = [_Sum(parameter) for parameter in parameters]
+        self._sums = list(map(_Sum, parameters))
         self._kept: tuple[Any, ...] = ()
 
     def logits(self, rows: Tensor, gradients: bool) -> Tensor:
@@ -83,7 +85,7 @@ class HeadRows:
         """Return the gradient of each parameter of the head, summed over all chunks of rows; ``None`` for a frozen
         parameter.
         """
-        return [running.total() for running in self._sums]
+        return list(map(_Sum.total, self._sums))
 
 
 class LinearRows(HeadRows):
@@ -241,7 +243,7 @@ class _WithGradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         factor = grads[0] if ctx.expected == 1 else grads[0] / ctx.expected
-        return None, None, None, *(_times(saved, factor) for saved in ctx.saved_tensors)
+        return None, None, None, *_times(ctx.saved_tensors, factor)
 
 
 @torch.no_grad()
@@ -256,7 +258,7 @@ def _loss_and_gradients(
     gradients: bool,
     expected: float,
     hits: Tensor | None,
-    teacher: TaughtRows | None,
+    teacher: "TaughtRows | None",
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
     """Return the loss, its gradient by ``hidden``, and its gradients by the head's parameters.
 
@@ -307,20 +309,22 @@ def each_gradient_once() -> Iterator[None]:
         _once.pop()
 
 
-def _times(saved: Tensor | None, factor: Tensor) -> Tensor | None:
-    """Return ``saved * factor``: the gradient of the loss times a saved gradient. It is computed in place unless a
-    second backward pass will read the saved tensor.
-    """
-    if saved is None:
-        return None
+def _times(saved: Sequence[Tensor | None], factor: Tensor) -> list[Tensor | None]:
+    """Return ``saved * factor``, computed in place if no second backward pass will read the saved tensors."""
+    products: list[Tensor | None] = []
     # Unless the graph is kept for a second backward pass through this node, autograd frees the saved tensors right
     # after this call, and the returned tensor becomes `.grad` without a copy.
-    if backward_keeps_graph() and not _once:
-        return saved * factor.to(saved.dtype)
+    keeps = backward_keeps_graph() and not _once
     # reading a number from a GPU would wait for the GPU
-    if factor.device.type == "cpu" and factor == 1:
-        return saved
-    return saved.mul_(factor)
+    unchanged = not keeps and factor.device.type == "cpu" and bool(factor == 1)
+    for tensor in saved:
+        if tensor is None or unchanged:
+            products.append(tensor)
+        elif keeps:
+            products.append(tensor * factor.to(tensor.dtype))
+        else:
+            products.append(tensor.mul_(factor))
+    return products
 
 
 def rows_per_chunk(rows: int, width: int, device: torch.device) -> int:
@@ -350,7 +354,7 @@ def head_cross_entropy(
     valid: int | None = None,
     expected: float = 1.0,
     hits: Tensor | None = None,
-    teacher: TaughtRows | None = None,
+    teacher: "TaughtRows | None" = None,
 ) -> Tensor:
     """Return the sum of the cross entropies of rows whose target is not ``ignore_index``, divided by ``divisor``: a
     scalar, float32 (float64 for float64 logits), equal on all ranks.

@@ -70,7 +70,7 @@ class Targets:
         """Split into chunks of ``step`` rows."""
         places = self.places.split(step)
         missed = [None] * len(places) if self.missed is None else self.missed.split(step)
-        return [Targets(*pair) for pair in zip(places, missed, strict=True)]
+        return list(map(Targets, places, missed))
 
     def kept(self, values: Tensor) -> Tensor:
         """Return ``values`` (``[n, 1]``, or one value for all rows), 0 for rows with a target outside the slice."""
@@ -87,8 +87,8 @@ class RowTerms:
         self.targets = targets
         compute = compute_dtype(logits.dtype)
         hit = targets.kept(logits.gather(1, targets.places).to(compute))
-        self._blocks = _blocks(logits)
-        parts = [_log_sum_exp(logits[rows], compute) for rows in self._blocks]
+        self._rows = _rows_per_block(logits)
+        parts = [_log_sum_exp(rows, compute) for rows in logits.split(self._rows)]
         terms = [parts[0] if len(parts) == 1 else torch.cat(parts), hit]
         if vocabulary.smoothing:
             terms.append(logits.sum(-1, keepdim=True, dtype=compute))
@@ -124,7 +124,8 @@ class RowTerms:
                 logits, self.lse, self.targets.places, hit.to(self.lse.dtype), scale, spread, reuse
             )
         out = logits if reuse else torch.empty_like(logits)
-        for rows in self._blocks:
+        for start in range(0, len(logits), self._rows):
+            rows = slice(start, start + self._rows)
             # d loss / d logits = softmax - one_hot(target); computed in the output buffer only if the dtype matches
             wide = logits[rows].to(self.lse.dtype)
             into = out[rows]
@@ -148,9 +149,9 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def gathered(terms: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather ``terms``, of any shape, over the ``t`` ranks of ``group`` into ``[t, ...]``."""
-    pieces = [torch.empty_like(terms) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(pieces, terms, group=group)
-    return torch.stack(pieces)
+    every = terms.new_empty(dist.get_world_size(group), *terms.shape)
+    dist.all_gather(list(every), terms, group=group)
+    return every
 
 
 @fused
@@ -175,16 +176,12 @@ def _gradient(
     return logits.copy_(gradient) if reuse else gradient
 
 
-def _blocks(logits: Tensor) -> list[slice]:
-    """Return slices of the rows of ``logits`` that are processed one after the other, to limit the memory of
-    intermediate results.
-    """
-    count = len(logits)
+def _rows_per_block(logits: Tensor) -> int:
+    """Return the number of rows that are processed at once."""
     if is_fused(logits.device):  # one block: the fused kernel needs no float32 buffer
-        return [slice(0, count)]
+        return max(1, len(logits))
     budget = _BLOCK_ELEMENTS if logits.device.type == "cpu" else _BLOCK_ELEMENTS_GPU
-    step = max(1, budget // max(1, logits.shape[1]))
-    return [slice(start, start + step) for start in range(0, count, step)] or [slice(0, 0)]
+    return max(1, budget // max(1, logits.shape[1]))
 
 
 class _VocabCrossEntropy(torch.autograd.Function):

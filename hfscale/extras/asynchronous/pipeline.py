@@ -148,12 +148,6 @@ class AsynchronousPipeline(Pipeline):
             for gradient in version.gradients()
         ]
 
-    def agrees(self, train: bool) -> bool:
-        """Return whether the step begins with an exchange that compares the ranks' batches: an evaluation, or a
-        training step without microbatches in flight.
-        """
-        return not train or not self._calls
-
     def run(
         self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool
     ) -> Tensor:
@@ -296,7 +290,7 @@ class AsynchronousPipeline(Pipeline):
         return torch.full(
             (),
             loss,
-            dtype=self._agreement.loss_type,
+            dtype=self.reports.loss_type,
             device=self._mesh.device,
         )
 

@@ -98,13 +98,10 @@ def _planned(
     ``changed``: options of the estimate that differ from those of the run. Among them, ``tokens`` is a fraction of the
     batch's tokens.
     """
-    context = runtime.mesh.layout.cp  # context-parallel ranks, which share a microbatch's tokens
-    tokens = max(
-        1,
-        int(batch.numel() * context * changed.pop("tokens", 1)),
-    )
+    layout = runtime.mesh.layout
+    tokens = max(1, int(layout.of_full_sequences(batch.numel()) * changed.pop("tokens", 1)))
     given = {"optimizer": getattr(stepping, "name", "adamw_torch_fused"), "tokens": tokens}
-    length = min(tokens, batch.shape[-1] * context)
+    length = min(tokens, int(layout.of_full_sequences(batch.shape[-1])))
     try:
         return memory_estimate(runtime.model, sequence_length=length, **{**given, **changed})
     except HFScaleError:  # no estimate exists for this optimizer

@@ -16,7 +16,8 @@ from ..._compat.torch import tree_leaves
 from ..._compat.transformers.classes import takes_argument
 from ..._compat.transformers.hidden_states import hidden_states_of
 from ...models.module_kinds import takes_routes
-from ...plan.drafting.boundary_modules import ALONE, GIVEN, PROBED, direct_children, lend
+from ...plan.drafting.boundary_modules import ALONE, GIVEN, PROBED, lend
+from ...plan.drafting.layers import direct_children
 from ...plan.stages import Loan
 from .probe import (
     Probe,

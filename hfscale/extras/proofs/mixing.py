@@ -28,7 +28,7 @@ from ...models.fields import field
 from ...models.precision import keep_float64
 from ...parallel.context import attention_override, inner_hooks
 from ...parallel.context.cut_batch import CutBatch, MaskBlocks, cut_batch
-from ...parallel.context.plan import modules_in_layers
+from ...parallel.context.sequence_plan import modules_in_layers
 from .probe import TokenByToken, apart, perturb, tiny_model_of, without_cache
 
 _WINDOWS = ("sliding_window", "attention_chunk_size")

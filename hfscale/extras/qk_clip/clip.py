@@ -221,7 +221,7 @@ class QueryKeyClip(Stepper):
         )
         modules = [attention.module for attention in self._attentions]
         self._runtime = runtime
-        scores = LargestScores(runtime.model, modules, runtime.mesh.group("cp"))
+        scores = LargestScores(runtime.model, modules, runtime.mesh.context)
         # Only the runtime references the scores, so that measuring ends on all ranks together if another optimizer is
         # made.
         runtime.observer = scores

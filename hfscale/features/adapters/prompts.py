@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from ..._compat.peft import PREFIX, PROMPT, PROMPT_ENCODER, is_prefix
 from ..._compat.torch import own_modules
 from ..._compat.transformers.classes import class_name
+from ...config.parallel import UNCUT_SEQUENCES
 from ...distributed.mesh import Mesh
 from ...errors import ConfigError
 from ...plan import AdapterParameter, Plan
@@ -61,7 +62,7 @@ def parameters_in_front(whole: Any, plan: Plan) -> list[AdapterParameter]:
     if kept_in == PREFIX and layout.cuts_sequences:
         raise ConfigError(
             f"{asked} cannot be used, because the attention of context ranks reads keys by their positions in the "
-            "sequence, and the keys of a prefix have none: use PromptTuningConfig, or cp_size=1"
+            f"sequence, and the keys of a prefix have none: use PromptTuningConfig, or {UNCUT_SEQUENCES}"
         )
     check_prefix(config, plan)
     return [
@@ -259,7 +260,7 @@ def install_prompts(runtime: Runtime, peft_model: Any) -> None:
         given: Batch = {**dict(zip(names, args, strict=False)), **kwargs}
         if not peft_model.has_active_enabled_adapter:
             return forward(**given)
-        if not in_prepared_pass():
+        if not in_prepared_pass.get():
             given = in_front(plan, peft_model, given)
         return forward(**put(dict(given)))
 

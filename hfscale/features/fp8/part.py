@@ -89,9 +89,11 @@ class Float8(Part):
 def _groups(runtime: Runtime, name: str, projection: Any) -> Float8Groups:
     """Return the process groups over which the tokens, inputs and outputs of a projection are sharded."""
     dims = {cut.dim for cut in runtime.plan.by_name[f"{name}.weight"].cuts if cut.axis == "tp"}
+    context = runtime.mesh.context
+    tokens = [] if context is None else [context]
     tensor: list[dist.ProcessGroup] = runtime.mesh.groups("tp")
     outputs, inputs = (tensor if dim in dims else [] for dim in weight_dims(projection))
-    return Float8Groups(runtime.mesh.groups("cp"), inputs, outputs)
+    return Float8Groups(tokens, inputs, outputs)
 
 
 def compute(projection: Any, x: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def _refuse_parts(draft: Draft, chosen: tuple[str, ...]) -> None:
         if "tp" in partial or (cut is not None and cut.most_replicas > 1):
             parts[name] = f"tp_size={draft.layout.tp}"
         elif name.startswith(whole):
-            parts[name] = f"cp_size={draft.layout.cp}"
+            parts[name] = draft.layout.describe()
     for asked in dict.fromkeys(parts.values()):
         refused = [name for name in parts if parts[name] == asked]
         names = sorted({name.rpartition(".")[2] for name in refused})

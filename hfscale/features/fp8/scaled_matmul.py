@@ -5,7 +5,7 @@ arithmetic is that of torchao's ``Float8LinearConfig``, bit for bit, with one di
 the full tensor, over all ranks that hold a shard of it, so that every entry is rounded as in one process::
 
     operand          its dims are sharded over          largest entry over
-    x [n, in]        tokens (cp), inputs (tp, row)      tokens, inputs
+    x [n, in]        tokens, inputs (tp, row)           tokens, inputs
     weight [out,in]  outputs (tp, column), inputs       outputs, inputs
     grad [n, out]    tokens, outputs                    tokens, outputs
 

@@ -197,7 +197,7 @@ def _refuse_other_attention(draft: Draft) -> None:
     """
     if draft.layout.cuts_sequences:
         draft.problem(
-            f"recompute='selective' cannot be used with cp_size={draft.layout.cp}: it recomputes attention scores, "
+            f"recompute='selective' cannot be used with {draft.layout.describe()}: it recomputes attention scores, "
             "but attention over sharded sequences keeps no scores: use recompute='none', 'full', or names of modules "
             "such as ['mlp']"
         )

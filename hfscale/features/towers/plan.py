@@ -6,7 +6,6 @@ from typing import Any
 from ..._compat.transformers.classes import takes_argument
 from ...models.facts import ask
 from ...models.names import wild_name
-from ...plan.drafting.boundary_modules import items_around, tensors_of
 from ...plan.drafting.draft import Draft
 from ...plan.drafting.text_model import find_text_model, other_inputs
 from ...plan.feature_plans import TowersPlan
@@ -25,6 +24,10 @@ def plan_towers(draft: Draft) -> None:
     """Find the modules and parameters that a forward pass of text alone does not use, and plan them as towers."""
     text = find_text_model(draft.model)
     items = _beside_tokens(draft) if text is None else _around_text(draft, text)
+    if not items:
+        return
+    from ...plan.drafting.boundary_modules import tensors_of
+
     sizes = {
         tensor: size for item in items for tensor, size in tensors_of(draft.model, item).items()
     }
@@ -40,6 +43,8 @@ def _around_text(draft: Draft, text: str) -> list[str]:
     """Return the modules and parameters outside the text model, except the head, and the layers of the text model that
     a forward pass of text alone skips.
     """
+    from ...plan.drafting.boundary_modules import items_around, tensors_of
+
     layers: list[str] = []
     # Layers that read only a tower's output are skipped if there is no picture or sound.
     if draft.layout.data_world > 1:

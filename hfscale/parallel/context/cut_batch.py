@@ -26,7 +26,7 @@ from ...errors import ConfigError
 from ...plan.batch_fields import BatchField
 from ...plan.feature_plans import ROUTES
 from ...plan.sequence_split import Interval, Split, tokens_of
-from .plan import AT_MARKED
+from .sequence_plan import AT_MARKED
 
 # The dim of each argument that indexes tokens. It is looked up by the argument's name and not by size, since a dim of
 # another input may have as many entries as the sequence has tokens by chance.

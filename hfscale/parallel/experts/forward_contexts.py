@@ -141,4 +141,4 @@ def attach(x: Tensor, share: Tensor, current: Pass, times: float) -> Tensor:
     def backward(grad: Tensor) -> Any:
         return None if current.scale is None else torch.ones_like(grad) * current.scale * times
 
-    return tied(x, [apply_mapping(share, lambda share: share.view_as(share), backward)])
+    return tied(x, [apply_mapping(share, None, backward)])

@@ -67,6 +67,8 @@ def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
 class Pipeline(Executor):
     """Run the stages of one rank under a schedule."""
 
+    reports: StageAgreement
+
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._mesh = runtime.mesh
@@ -84,7 +86,7 @@ class Pipeline(Executor):
         self._types = ActivationTypes(runtime.mesh)
         self._ties = TiedGradients(runtime)
         self.workers = [self._worker(stage) for stage in own]
-        self._agreement = StageAgreement(runtime)
+        self.reports = StageAgreement(runtime)
         # cached, because every step calls both
         self._accepts, self._program = (
             cache(self._can_run),
@@ -199,7 +201,7 @@ class Pipeline(Executor):
                 self._objective = None
                 for worker in self.workers:
                     worker.reset()
-            total = torch.zeros((), dtype=self._agreement.loss_type, device=self._mesh.device)
+            total = torch.zeros((), dtype=self.reports.loss_type, device=self._mesh.device)
             return total + torch.stack(self._losses).sum() if self._losses else total
 
     def _can_run(self, num_microbatches: int) -> bool:
@@ -223,26 +225,13 @@ class Pipeline(Executor):
             )
         return rank_programs(actions)[self._rank]
 
-    def numbers_to_compare(self, train: bool) -> tuple[list[int], list[Tensor]]:
-        """Return what this rank reports before a step: which of its stages train, and the state of tied tensors.
-
-        :mod:`.agreement` describes these integers.
-        """
-        return self._agreement.numbers_to_compare(train)
-
     def expect(self, trailing: tuple[int, ...], dtype: torch.dtype) -> None:
         """Prepare to run this rank without the other ranks, with an assumed shape and dtype of received hidden states.
 
         All stages are assumed to train.
         """
         self._types.expect(trailing, dtype)
-        self._agreement.alone = True
-
-    def compare_numbers(self, told: list[list[int]]) -> None:
-        """Read what all ranks with the same batch reported before a step: which stages train, and the state of tied
-        tensors.
-        """
-        self._agreement.compare_numbers(told)
+        self.reports.alone = True
 
     def _set_training_stages(self, backward: bool) -> None:
         """Tell this rank's stages, before the first transfer of a step, whether they train and whether the stage before
@@ -251,7 +240,7 @@ class Pipeline(Executor):
         Raises:
             ConfigError: the step has a backward pass, and no parameter of any stage trains.
         """
-        trains = self._agreement.training_stages()
+        trains = self.reports.training_stages()
         if backward and not any(trains):
             raise ConfigError(
                 "train_step must have a parameter that trains, got requires_grad=False for every parameter of every "

@@ -13,7 +13,7 @@ unknown model. Threads and training processes install the same hooks, with diffe
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,9 @@ from ...models.module_kinds import PROJECTIONS, is_transposed
 from ...plan.cut import Cut
 from ...plan.modules import BlockPlan
 from .random import cut_region
-from .sequence.hooks import draw_sums_alike
-from .sequence.region import RUNNING, SequenceRegion
+
+if TYPE_CHECKING:  # imported only with sequence parallelism
+    from .sequence.region import SequenceRegion
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -64,7 +65,7 @@ class Overlap:
         for module in self.columns:
             self._take_apart(module)
 
-    def enter(self, x: Tensor, stream: SequenceRegion | None) -> Tensor:
+    def enter(self, x: Tensor, stream: "SequenceRegion | None") -> Tensor:
         """Return the block's input for its projections, with all tokens.
 
         If ``x`` is sharded along the sequence, ``stream`` all-gathers it; otherwise ``stream`` is ``None``.
@@ -149,7 +150,7 @@ def install_block_edges(
     model: nn.Module,
     block: BlockPlan,
     mesh: Mesh,
-    stream: SequenceRegion | None = None,
+    stream: "SequenceRegion | None" = None,
     overlap: Overlap | None = None,
 ) -> None:
     """Install the hooks of ``block``: collectives at its entry and exit, and random numbers of this rank inside.
@@ -173,6 +174,8 @@ def install_block_edges(
     hook_block(model, block, edge)
     rows = [model.get_submodule(name) for name in block.row]
     if stream is not None and stream.plan.dropout:
+        from .sequence.hooks import draw_sums_alike
+
         draw_sums_alike(
             stream, block.name, rows, [model.get_submodule(name) for name in block.leave]
         )
@@ -183,7 +186,7 @@ def install_block_edges(
         model.register_forward_pre_hook(lambda *_: restore())
 
 
-def _entered(x: Tensor, group: dist.ProcessGroup, stream: SequenceRegion | None) -> Tensor:
+def _entered(x: Tensor, group: dist.ProcessGroup, stream: "SequenceRegion | None") -> Tensor:
     return collectives.copy_to_tp_region(x, group) if stream is None else stream.enter(x)
 
 
@@ -191,7 +194,7 @@ def _entered_at_once(x: Tensor, gather: overlap.Start | None, reduce: overlap.St
     """Return the block's input for its projections. Each collective is waited for right after its start, so it overlaps
     no computation.
     """
-    enter = (lambda x: x.view_as(x)) if gather is None else lambda x: gather(x).result()
+    enter = None if gather is None else lambda x: gather(x).result()
     return collectives.apply_mapping(x, enter, lambda grad: reduce(grad).result())
 
 
@@ -202,7 +205,7 @@ class _BlockEnds:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, stream: SequenceRegion | None, overlap: Overlap | None
+        self, group: dist.ProcessGroup, stream: "SequenceRegion | None", overlap: Overlap | None
     ) -> None:
         self.group = group
         self._stream = stream
@@ -232,8 +235,8 @@ class _BlockEnds:
         if stream is None or not stream.cut:
             return collectives.reduce_from_tp_region(x, self.group)
         # A compiled entry has not set _tokens, even if the exit is not compiled.
-        told = RUNNING.told if torch.compiler.is_compiling() or not self._tokens else None
-        tokens = self._tokens if told is None else (told.samples, told.total)
+        compiled = torch.compiler.is_compiling() or not self._tokens
+        tokens = (stream.shape_for_compiled() if compiled else None) or self._tokens
         # MoE blocks flatten [b, s, h] to [b s, h]: restore the dims.
         if x.ndim == 2 and len(tokens) == 2 and not self._flat:
             return stream.leave(x.unflatten(0, tokens)).flatten(0, 1)
@@ -241,17 +244,15 @@ class _BlockEnds:
 
 
 def install_head_edge(
-    head: nn.Module, group: dist.ProcessGroup, streams: Sequence[SequenceRegion] = ()
+    head: nn.Module, group: dist.ProcessGroup, streams: "Sequence[SequenceRegion]" = ()
 ) -> None:
     """Install a hook on the entry of the head, the projection onto the vocabulary; the head's output stays sharded."""
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        from_stream = (stream.enter_head(args[0]) for stream in streams)
-        entered = next((x for x in from_stream if x is not None), None)
-        return (
-            collectives.copy_to_tp_region(args[0], group) if entered is None else entered,
-            *args[1:],
-        )
+        for stream in streams:
+            if (entered := stream.enter_head(args[0])) is not None:
+                return entered, *args[1:]
+        return collectives.copy_to_tp_region(args[0], group), *args[1:]
 
     head.register_forward_pre_hook(before)
     for stream in streams:

@@ -9,7 +9,7 @@ instead, so that its other parameters have full gradients on every rank.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,7 +20,9 @@ from ...distributed.ops.collectives import reduce_from_tp_region
 from ...errors import ConfigError
 from ...plan import ParameterPlan
 from ...train.runtime.parameter_names import computing, unwrapped
-from .sequence.region import SequenceRegion
+
+if TYPE_CHECKING:  # imported only with sequence parallelism
+    from .sequence.region import SequenceRegion
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -51,7 +53,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 def install_vocab_parallel_embedding(
-    module: nn.Module, planned: ParameterPlan, mesh: Mesh, streams: list[SequenceRegion]
+    module: nn.Module, planned: ParameterPlan, mesh: Mesh, streams: "list[SequenceRegion]"
 ) -> None:
     """Make an embedding with this rank's slice of the weight, or an adapter around it, sum its output over ranks."""
     cut = planned.cut_over("tp")
@@ -69,8 +71,10 @@ def install_vocab_parallel_embedding(
         unwrapped(module).register_forward_hook(lambda _, args, whole: whole - whole.detach())
 
     def summed(_: nn.Module, args: Any, found: Tensor) -> Tensor:
-        later = any(stream.sum_later(module) for stream in streams)
-        return found if later else reduce_from_tp_region(found, mesh.tp_group)
+        for stream in streams:
+            if stream.sum_later(module):
+                return found
+        return reduce_from_tp_region(found, mesh.tp_group)
 
     module.register_forward_hook(summed, prepend=True)
 

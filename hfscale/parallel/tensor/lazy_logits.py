@@ -15,14 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ..._compat.torch import as_plain_tensors, tensor_without_memory, tree_map
-from ...distributed.ops.head_cross_entropy import rows_per_chunk
-from ...distributed.ops.overlap import as_it_is
-from ...distributed.ops.token_scores import TokenScores, token_scores
-from ...distributed.ops.vocab_cross_entropy import VocabularySlice, compute_dtype
-from ...errors import ConfigError
 
 Pointwise = Callable[[Tensor], Tensor]
 
@@ -59,7 +53,6 @@ _QUESTIONS = (
     "__len__",
 )
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-_IGNORED = -100
 
 
 def _pointwise() -> dict[Any, tuple[str, Callable[..., Any]]]:
@@ -109,9 +102,6 @@ class LazyLogits(Tensor):
         made.reusable = True
         made.value = None
         return made
-
-    def __init__(self, *_: Any) -> None:
-        super().__init__()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute the logits of some rows of ``hidden``."""
@@ -166,8 +156,8 @@ class LazyLogits(Tensor):
 
 
 def defer_logits(head: Pointwise, hidden: Tensor, trains: bool) -> LazyLogits:
-    """Return ``head(hidden)`` as lazy logits; ``trains``: whether the head has trainable parameters."""
-    graph = torch.is_grad_enabled() and (hidden.requires_grad or trains)
+    """Return ``head(hidden)`` as lazy logits; ``trains``: whether the rows or the head require a gradient."""
+    graph = torch.is_grad_enabled() and trains
     # Run in the caller's grad mode, because autocast caches the cast weights with the graph of this first call.
     sample = head(hidden.reshape(-1, hidden.shape[-1])[:0]).detach()
     return LazyLogits(hidden, head, sample, graph)
@@ -245,85 +235,3 @@ def _plain(value: Any) -> bool:
     return isinstance(
         value, (Number, torch.dtype, torch.device, torch.memory_format, str, type(None))
     )
-
-
-class Scoring:
-    """In a forward pass with labels, compute statistics of each token instead of the mean loss: the log-probability of
-    its label, the entropy and others (:class:`TokenScores`), one chunk of rows at a time.
-
-    With ``read``, no statistics are computed. Instead ``read`` is called with the lazy logits, whose ``hidden`` is the
-    head's input, and its result is kept in ``made``.
-
-    ::
-
-        hidden [b, s, h] --> rows with a target --> chunk --> head, /temperature --> token_scores --> [n] each
-                                                      ^------ recomputed in the backward pass ------|
-    """
-
-    def __init__(
-        self, temperature: float = 1.0, read: Callable[[Any, VocabularySlice], Any] | None = None
-    ) -> None:
-        self.temperature = temperature
-        self._read = read
-        # the result of ``read``, which is called while the head's weights are gathered
-        self.made: Any = None
-        self.scores: TokenScores | None = None  # the scores ``[b, s]`` of the last pass
-
-    def take(self, logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> Tensor:
-        """Compute and keep each token's statistics (log-probability of its label and others) from ``logits [b, s,
-        V/t]``, lazy or real; return the sum of the cross entropies.
-
-        The sum is connected to the graph on every rank, even if no position has a target. If the object was made with
-        ``read``, only call ``read``, and return 0.
-        """
-        temperature = self.temperature
-        if self._read is not None:
-            if not isinstance(logits, LazyLogits) or logits.value is not None:
-                raise ConfigError(
-                    "the teacher's class changes its logits by an operation that is not pointwise (as a scale or a "
-                    "softcap would be), so a copy of its head does not give its logits, as distillation needs: use a "
-                    "teacher of another class"
-                )
-            self.made = self._read(logits, vocabulary)
-            return logits.hidden.new_zeros((), dtype=compute_dtype(logits.dtype))
-        project: Pointwise = as_it_is
-        if isinstance(logits, LazyLogits) and logits.value is None:
-            rows = logits.hidden.reshape(-1, logits.hidden.shape[-1])
-            project = logits.logits
-        else:
-            real = logits.materialize() if isinstance(logits, LazyLogits) else logits
-            rows = real.reshape(-1, real.shape[-1])
-        valid = (targets != _IGNORED).nonzero().squeeze(1)
-        compute = compute_dtype(logits.dtype)
-        shape = logits.shape[:-1]
-
-        def chunk(given: Tensor, wanted: Tensor) -> tuple[Tensor, ...]:
-            return token_scores(project(given).to(compute) / temperature, wanted, vocabulary).each()
-
-        made = []
-        for chosen in (
-            valid.split(rows_per_chunk(len(valid), vocabulary.widest, rows.device))
-            if len(valid)
-            else ()
-        ):
-            given = rows.index_select(0, chosen), targets.index_select(0, chosen)
-            kept = (
-                checkpoint(chunk, *given, use_reentrant=False)
-                if torch.is_grad_enabled()
-                else chunk(*given)
-            )
-            made.append(kept)
-        # Nothing to score, but every rank must get gradients (of zeros), also for the head.
-        if not made:
-            empty = (project(rows[:1]).sum() * 0).to(compute).expand(len(targets))
-            whole = [
-                empty,
-                empty,
-                *(empty.detach(),) * 2,
-                empty.detach().bool(),
-            ]
-        else:
-            joined = [torch.cat(parts) for parts in zip(*made, strict=True)]
-            whole = [each.new_zeros(len(targets)).index_copy(0, valid, each) for each in joined]
-        self.scores = TokenScores(*(each.view(shape) for each in whole))
-        return -whole[0].sum()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.classes import class_name
 from ...distributed.mesh import Mesh
 from ...distributed.ops.collectives import gather_from_tp_region
-from ...distributed.ops.divergence import TaughtRows
 from ...distributed.ops.head_cross_entropy import AnyRows, HeadRows, LinearRows, head_cross_entropy
 from ...distributed.ops.vocab_cross_entropy import (
     RowTerms,
@@ -39,8 +38,12 @@ from ...train.runtime import Runtime
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.objective import KeepsOutputs
 from .edges import install_head_edge
-from .lazy_logits import LazyLogits, Scoring, defer_logits
-from .sequence.region import SequenceRegion
+from .lazy_logits import LazyLogits, defer_logits
+
+if TYPE_CHECKING:  # imported only for token scores, with a teacher, or with sequence parallelism
+    from ...distributed.ops.divergence import TaughtRows
+    from .scoring import Scoring
+    from .sequence.region import SequenceRegion
 
 _IGNORED = -100
 
@@ -53,18 +56,13 @@ class LossPass:
     count: Tensor | None = None
     label_smoothing: float = 0.0
     shifted: bool = False  # whether labels are shifted already: the label at a position is the position's target
-    # labels that were counted before the pass, and the number of valid labels
-    counted: tuple[Any, int] | None = None
-    scoring: Scoring | None = None  # computes per-token scores in place of the loss
+    # labels that were counted before the pass, and the number of valid labels among them
+    counted: Any = None
+    valid: int | None = None
+    scoring: "Scoring | None" = None  # computes per-token scores in place of the loss
     # replaces the cross entropy by the divergence from this teacher
-    teacher: TaughtRows | None = None
+    teacher: "TaughtRows | None" = None
     terms: list["LossTerm"] = field(default_factory=list)  # further terms, which features add
-
-    def valid_of(self, labels: Any, ignore_index: int) -> int | None:
-        """Return the number of valid labels in ``labels``; ``None`` if it was not counted before the pass."""
-        if self.counted is None or self.counted[0] is not labels or ignore_index != _IGNORED:
-            return None
-        return self.counted[1]
 
 
 @dataclass
@@ -94,8 +92,6 @@ class LossTerm:
 
 def _split_rows(logits: Tensor, terms: Sequence[LossTerm]) -> Sequence[Tensor]:
     """Split logits into the model's own rows and those of each term."""
-    if not terms:
-        return [logits]
     rows = terms[0].targets.shape[1]
     split = logits.split_rows if isinstance(logits, LazyLogits) else logits.split
     return split([rows, *(len(term.targets) * rows for term in terms)])
@@ -152,13 +148,13 @@ class VocabParallelLoss(KeepsOutputs):
         No full logits are computed.
         """
         given = batch.get("labels") if batch.get("shift_labels") is None else batch["shift_labels"]
-        counted = None if batch.valid is None else (given, batch.valid)
         with (
             self.passing(
                 count=count,
                 label_smoothing=label_smoothing,
                 shifted=batch.shifted,
-                counted=counted,
+                counted=given,
+                valid=batch.valid,
             ),
             batch.kept_apart(),
         ):
@@ -168,15 +164,17 @@ class VocabParallelLoss(KeepsOutputs):
         return output[0] if isinstance(output, tuple) else output.loss
 
     @contextmanager
-    def scoring(self, temperature: float = 1.0, read: Any = None) -> Iterator[Scoring]:
+    def scoring(self, temperature: float = 1.0, read: Any = None) -> "Iterator[Scoring]":
         """Compute the log-probability of each label and other statistics of each token, in forward passes with labels
         inside the ``with`` block: see ``Scoring``.
         """
+        from .scoring import Scoring
+
         scoring = Scoring(temperature, read)
         with self.passing(scoring=scoring):
             yield scoring
 
-    def distilling(self, teacher: TaughtRows) -> AbstractContextManager[Any]:
+    def distilling(self, teacher: "TaughtRows") -> AbstractContextManager[Any]:
         """Compute the divergence from a teacher in place of the cross entropy inside the ``with`` block."""
         return self.passing(teacher=teacher)
 
@@ -204,7 +202,9 @@ class VocabParallelLoss(KeepsOutputs):
         vocabulary = VocabularySlice(
             self.start, sum(self.lengths), max(self.lengths), self.group, smoothing
         )
-        logits, *further = _split_rows(logits, current.terms)
+        further: Sequence[Tensor] = ()
+        if current.terms:
+            logits, *further = _split_rows(logits, current.terms)
         given, targets = self._flat_targets(logits, labels, shift_labels)
         count = num_items_in_batch if current.count is None else current.count
         if current.scoring is not None:
@@ -212,7 +212,8 @@ class VocabParallelLoss(KeepsOutputs):
             return total / (
                 (targets != ignore_index).sum().clamp(min=1) if count is None else count
             )
-        valid = current.valid_of(given, ignore_index)
+        was_counted = given is current.counted and ignore_index == _IGNORED
+        valid = current.valid if was_counted else None
         loss = self._mean(logits, targets, vocabulary, count, ignore_index, valid)
         if not current.terms:
             return loss
@@ -328,28 +329,19 @@ class VocabParallelLoss(KeepsOutputs):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Return the head's output: real logits if the caller may read them, else lazy logits."""
-        if self._call.shows_logits or len(args) != 1 or kwargs:
-            return forward(*args, **kwargs)
+        """Return the head's output: lazy logits if only the loss reads them, else real logits. Without labels these are
+        gathered; with labels they stay sharded for the loss.
+        """
+        call = self._call
+        if call.shows_logits or len(args) != 1 or kwargs:
+            logits = forward(*args, **kwargs)
+            if call.with_labels:
+                return logits
+            return gather_from_tp_region(logits, self.lengths, self.group)
         assert self.head is not None
-        return defer_logits(
-            forward,
-            args[0],
-            any(p.requires_grad for p in self.head.parameters()),
-        )
-
-    def after_head(
-        self,
-        _: nn.Module,
-        args: tuple[Any, ...],
-        logits: Tensor,
-    ) -> Tensor:
-        """Leave logits sharded for the loss in a pass with labels; else gather them (forward hook of the head)."""
-        return (
-            logits
-            if self._call.with_labels
-            else gather_from_tp_region(logits, self.lengths, self.group)
-        )
+        (hidden,) = args
+        trains = hidden.requires_grad or any(p.requires_grad for p in self.head.parameters())
+        return defer_logits(forward, hidden, trains)
 
     def after_model(
         self,
@@ -426,7 +418,7 @@ def _rows_of(head: nn.Module, lazy: LazyLogits) -> HeadRows:
     return AnyRows(lazy.head, [p for p in parameters if p.requires_grad], lazy.finish, needed)
 
 
-def install_loss(runtime: Runtime, regions: Sequence[SequenceRegion]) -> VocabParallelLoss | None:
+def install_loss(runtime: Runtime, regions: "Sequence[SequenceRegion]") -> VocabParallelLoss | None:
     """Install :class:`VocabParallelLoss` in the model and return it, if hfscale can compute the loss from the head's
     output; else return ``None``.
     """
@@ -442,7 +434,6 @@ def install_loss(runtime: Runtime, regions: Sequence[SequenceRegion]) -> VocabPa
         install_head_edge(head, group, regions)
     # A partial, not a closure, so that deep copies of the model work.
     head.forward = partial(loss.run_head, head.forward)
-    head.register_forward_hook(loss.after_head)
     model.register_forward_pre_hook(loss.before_model, with_kwargs=True)
     model.register_forward_hook(loss.after_model)
     model.loss_function = loss

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,9 @@ from .embedding import install_vocab_parallel_embedding
 from .loss import install_loss
 from .partial_gradients import PartialSums, install_partial_sums, install_replica_sums
 from .random import agree_on_replicated_stream, install_generate
-from .sequence.hooks import install_sequence_hooks
-from .sequence.region import SequenceRegion
+
+if TYPE_CHECKING:  # imported only with sequence parallelism
+    from .sequence.region import SequenceRegion
 
 _COUNTED: ContextVar[bool] = ContextVar("router_loss_counted", default=False)
 
@@ -106,9 +107,13 @@ class TensorParallel(Part, SequenceAxis):
         self._head = plan.head
         self.sums = PartialSums(group)
         self._has_partial = any("tp" in planned.partial for planned in plan.parameters)
-        self.regions = [SequenceRegion(planned, group) for planned in plan.sequence_regions]
-        for region in self.regions:
-            install_sequence_hooks(region, model, is_local)
+        if plan.sequence_regions:
+            from .sequence.hooks import install_sequence_hooks
+            from .sequence.region import SequenceRegion
+
+            self.regions = [SequenceRegion(planned, group) for planned in plan.sequence_regions]
+            for region in self.regions:
+                install_sequence_hooks(region, model, is_local)
         install_partial_sums(model, plan, self.sums, is_local, first=mesh.tp_rank == 0)
         for block in (block for block in plan.blocks if is_local(block.name)):
             set_local_sizes(model.get_submodule(block.name), block)
@@ -146,7 +151,7 @@ class TensorParallel(Part, SequenceAxis):
         regather = bool(plan.layout.sequence_regather)
         return Overlap(modules, sums.group, regather)
 
-    def region_of(self, name: str) -> SequenceRegion | None:
+    def region_of(self, name: str) -> "SequenceRegion | None":
         """Return the object that shards hidden states along the sequence in the stack of layers that contains module
         ``name``; ``None`` if hidden states are not sharded in this module.
         """
@@ -262,19 +267,21 @@ class RandomStreams(Part):
         """Install hooks on ``generate()`` and, for training loops without ``train_step``, on forward passes."""
         runtime.streams = self
         install_generate(runtime.model, runtime.mesh)
-        runtime.model.register_forward_pre_hook(
-            lambda model, _: self.synchronize(runtime) if model.training else None
-        )
+
+        def before(model: nn.Module, _: Any) -> None:
+            if model.training and not self.agreed:
+                self.synchronize(runtime)
+
+        runtime.model.register_forward_pre_hook(before)
 
     def synchronize(self, runtime: Runtime) -> None:
-        """Set the random streams of all ranks once: before the first training step, but after the user has seeded."""
-        if not self.agreed:
-            agree_on_replicated_stream(runtime.mesh)
-            self.agreed = True
+        """Agree on random streams, if they are not yet :attr:`agreed`: after the user has seeded."""
+        agree_on_replicated_stream(runtime.mesh)
+        self.agreed = True
 
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> AbstractContextManager[None]:
-        if train:
+        if train and not self.agreed:
             self.synchronize(runtime)
         return nullcontext()

@@ -238,9 +238,7 @@ def _sums_of(planned: ParameterPlan, mesh: Mesh) -> list[_Sum]:
 
 def _read(leaf: Tensor, sums: list[_Sum]) -> Tensor:
     return (
-        apply_mapping(leaf, lambda x: x.view_as(x), partial(_all_reduced, sums=sums))
-        if leaf.requires_grad
-        else leaf
+        apply_mapping(leaf, None, partial(_all_reduced, sums=sums)) if leaf.requires_grad else leaf
     )
 
 

@@ -47,13 +47,6 @@ def tensors_of(model: nn.Module, item: str) -> dict[int, int]:
     return {id(parameter): parameter.numel() for parameter in held}
 
 
-def direct_children(modules: dict[str, Any], owner: str) -> list[str]:
-    """Return the full names of the modules directly below ``owner``."""
-    return [
-        join_path(owner, name) if owner else name for name, _ in modules[owner].named_children()
-    ]
-
-
 def find_loan(model: Any, layer_list: str) -> Loan | None:
     """Return the module of the first layer whose result every later layer receives, if a run of a tiny copy of the
     model shows that later layers could run this module themselves and get the same result. Otherwise return ``None``.

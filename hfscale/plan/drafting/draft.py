@@ -18,8 +18,8 @@ from ...models.names import wild_name
 from ..contents import Feature, FeatureT
 from ..cut import Cut
 from ..modules import BlockPlan, ExpertsPlan, SequencePlan
+from ..plan import Plan
 from ..stages import StagePlan
-from ..table import Plan
 
 Ranks = Mapping[int, int] | Sequence[int]  # stage -> the pipeline rank that holds it
 

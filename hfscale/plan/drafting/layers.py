@@ -8,6 +8,7 @@ from ..._compat.transformers.classes import layer_classes
 from ...errors import PlanError
 from ...models.blueprint import Blueprint
 from ...models.names import wild_name
+from ..parameter import join_path
 from .draft import Draft
 
 
@@ -130,3 +131,10 @@ def find_layer_list(model: Any) -> str:
             f"{', '.join(ranked[:2])}"
         )
     return base_prefix(model) + ranked[0]
+
+
+def direct_children(modules: dict[str, Any], owner: str) -> list[str]:
+    """Return the full names of the modules directly below ``owner``."""
+    return [
+        join_path(owner, name) if owner else name for name, _ in modules[owner].named_children()
+    ]

@@ -40,8 +40,7 @@ def watch_for_others(runtime: Runtime) -> None:
     """Register a model that has several data ranks, so that :func:`refuse_alone` checks optimizers without any
     parameters of the model.
     """
-    if runtime.mesh.data_world > 1:
-        _models.add(runtime.model)
+    _models.add(runtime.model)
 
 
 def refuse_beside(

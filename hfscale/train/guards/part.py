@@ -15,15 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.classes import class_name, empty_copy
 from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
 from ...plan.quantized import BLOCK
 from ..runtime import Batch, Part, Runtime
-from ..runtime.batches import agree, look_at
+from ..runtime.batches import agree, in_prepared_pass, look_at
 from ..runtime.shards import LocalWeights
-from .replicas import check_replicas
 from .stock_loops import (
     refuse_other_optimizers,
     refuse_stock_accelerator,
@@ -180,7 +178,6 @@ class StockCode(Part):
         self._save = save
         # record of the modules, parameters and loss as built; ``None`` in one process
         self.structure: Structure | None = None
-        self._looks = True
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install the checks for stock code. They must be installed last, because they record the model as it is."""
@@ -203,17 +200,11 @@ class StockCode(Part):
             model.register_forward_pre_hook(self._check_called_model, prepend=True)
 
     def _check_called_model(self, model: nn.Module, args: Any) -> None:
-        """Check that the model was not changed since it was built, when a training loop calls it without
-        ``train_step``.
-        """
-        if self._looks and self.structure is not None and not torch.compiler.is_compiling():
+        """Check the model when a loop without ``train_step`` calls it; a step has checked it once."""
+        if torch.compiler.is_compiling() or in_prepared_pass.get():
+            return
+        if self.structure is not None:
             self.structure.check()
-
-    def around_gradients(self, runtime: Runtime) -> AbstractContextManager[None]:
-        """Skip the check for changes of the model inside the ``with`` block, a training step, because
-        :func:`before_step` has already done it.
-        """
-        return attribute_replaced(self, "_looks", False)
 
 
 def check_model(runtime: Runtime) -> None:
@@ -283,6 +274,8 @@ def before_step(runtime: Runtime) -> None:
             _warn_of_rounding(runtime)
             _warn_of_misread_rows(runtime)
     elif runtime.steps in _CHECKED:
+        from .replicas import check_replicas
+
         check_replicas(runtime)
 
 

@@ -45,7 +45,6 @@ from ...plan.feature_plans import offloaded
 from ...plan.quantized import flat_blocks_align
 from ..runtime import Runtime, find_runtime
 from ..runtime.handover import follow
-from .apart import refuse_alone, refuse_beside, watch_for_others
 
 _MARK = "_hfscale_parts"
 _TOLERANCE = 1e-3
@@ -209,7 +208,10 @@ def refuse_other_optimizers(runtime: Runtime) -> None:
     check_every_step(_check)
     if layout.total_size == 1 and not on_host:
         return
-    watch_for_others(runtime)
+    if runtime.mesh.data_world > 1:
+        from .apart import watch_for_others
+
+        watch_for_others(runtime)
     for planned, parameter in runtime.parameters():
         cut = any(cut.axis in ("tp", "ep") for cut in planned.cuts)
         differs = max(layout.tp, layout.pp, layout.ep) > 1
@@ -254,11 +256,13 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     # Hfscale's own optimizers handle sharded parameters correctly.
     if not getattr(optimizer, "keeps_plain_state", False):
         _check_stock(optimizer, held, parts)
-    beside = [each for each in held if not hasattr(each, _MARK) and each.requires_grad]
-    if not parts:
-        refuse_alone(optimizer, beside)
-    elif beside and not parts[0].staged:
-        refuse_beside(optimizer, beside, parts[0].mesh, parts[0].layout)
+    if beside := [each for each in held if not hasattr(each, _MARK) and each.requires_grad]:
+        from .apart import refuse_alone, refuse_beside
+
+        if not parts:
+            refuse_alone(optimizer, beside)
+        elif not parts[0].staged:
+            refuse_beside(optimizer, beside, parts[0].mesh, parts[0].layout)
     _judged[optimizer] = len(optimizer.param_groups)
 
 

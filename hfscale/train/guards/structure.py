@@ -12,15 +12,18 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from ..._compat.torch import forward_hooks, hooks_on, own_modules, own_parameters
-from ..._compat.torch_fsdp import managed_places
 from ..._compat.transformers.classes import class_name, loss_function_of
 from ...errors import ConfigError
 from ..runtime import Runtime
+
+if TYPE_CHECKING:
+    from ..._compat.torch_fsdp import ManagedPlace
 
 _LIBRARIES = frozenset({"accelerate", "hfscale", "peft", "torch", "transformers", "trl"})
 _log = logging.getLogger(__name__)
@@ -35,7 +38,11 @@ class Structure:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         # FSDP2 swaps parameters between shards and full tensors, and bitsandbytes replaces its weights.
-        self._managed = list(managed_places(runtime.model))
+        self._managed: list[ManagedPlace] = []
+        if any(isinstance(module, FSDPModule) for module in runtime.model.modules()):
+            from ..._compat.torch_fsdp import managed_places
+
+            self._managed = list(managed_places(runtime.model))
         self._modules, self._parameters = self._module_contents()
         self._loss = loss_function_of(runtime.model)
         self._accepted = 0  # version of the contents and hooks at the last check

@@ -12,13 +12,12 @@ model computes differently. If a row is longer than this length, a second copy w
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..._compat.transformers.classes import stock_class
-from ..._compat.transformers.computing import uses_flash_attention
 from ..._compat.transformers.packed_rows import (
     documents_here,
     holds_documents,
@@ -26,17 +25,20 @@ from ..._compat.transformers.packed_rows import (
     starts_of,
     text_positions,
     told_apart_by,
+    uses_flash_attention,
     within_packing,
 )
-from ...distributed.ops.segments import Segments, keep_states_apart
+from ..._compat.transformers.recurrences import reads_by_functions
 from ...errors import ConfigError
 from ...models.facts import ask
 from ...models.fields import lengths_of
 from ..runtime import Part, Runtime
-from ..runtime.batches import Microbatch
 from ..runtime.forward_passes import ForwardPasses, recomputing
 from ..runtime.shards import LocalWeights
 from .facts import has_numbered_documents, tell_of_numbers, with_document_lengths
+
+if TYPE_CHECKING:  # imported only for recurrences and convolutions
+    from ...distributed.ops.segments import Segments
 
 _WITHIN_ROW, _WITHIN_DOCUMENT = 8, 5
 """Two small values for a length above which a model computes differently, as tried in a tiny copy of the model. The
@@ -79,15 +81,6 @@ def check_packed_rows(
         ]
         given = [each for each in positions if each is not None and kind == "positions"]
         _refuse(model, kind, start, longest, given)
-
-
-def check_counted(model: Any, microbatches: Iterable[Microbatch]) -> None:
-    """Raise :class:`ConfigError` if some microbatches of a step hold several documents in a row, and the model cannot
-    keep them apart.
-    """
-    packed = [microbatch for microbatch in microbatches if microbatch.holds_several]
-    if packed:
-        check_packed_rows(model, packed)
 
 
 def _refuse(
@@ -168,7 +161,7 @@ class PackedRows(Part):
         self._documents: Tensor | None = None  # document numbers of the latest pass
         self._looked = False  # whether the first mask of a plain loop was read
 
-    def segments(self) -> Segments | None:
+    def segments(self) -> "Segments | None":
         """Return where documents begin in the rows of the forward pass that is running; ``None`` if rows are not
         packed. When a layer is recomputed in a backward pass, it is the forward pass to which the layer belongs.
         """
@@ -177,8 +170,7 @@ class PackedRows(Part):
         documents = documents_here.get()
         if documents is not self._documents:
             self._documents = documents
-            row = () if documents is None else ((0, documents.shape[-1]),)
-            self._passes.begin(None if documents is None else Segments(row, starts_of(documents)))
+            self._passes.begin(None if documents is None else _segments_of(documents))
         return self._passes.latest
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
@@ -186,17 +178,17 @@ class PackedRows(Part):
         recurrences and convolutions at each document.
         """
         model = runtime.model
-        keep_states_apart(model, self.segments)
+        if any(map(reads_by_functions, model.modules())):
+            from ...distributed.ops.segments import keep_states_apart
+
+            keep_states_apart(model, self.segments)
         names = list(inspect.signature(stock_class(model).forward).parameters)[1:]  # without self
-        passes: list[ExitStack] = []
 
         def begin(
             _: nn.Module,
             args: tuple[Any, ...],
             kwargs: dict[str, Any],
         ) -> Any:
-            stack = ExitStack()
-            passes.append(stack)
             if torch.compiler.is_compiling() or within_packing.get():
                 return None
             batch = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -209,19 +201,27 @@ class PackedRows(Part):
             check_packed_rows(model, [batch])
             if told_apart_by(batch) != "positions":
                 return None
+            stack = ExitStack()
             stack.enter_context(packing(True, batch))
+
+            def end(*_: Any) -> None:
+                handle.remove()
+                stack.close()
+
+            handle = model.register_forward_hook(end, always_call=True)
             return (
                 (args, {**kwargs, **with_document_lengths(batch, model)})
                 if uses_flash_attention(model)
                 else None
             )
 
-        def end(*_: Any) -> None:
-            if passes:  # empty if a hook before `begin` has raised
-                passes.pop().close()
-
         model.register_forward_pre_hook(begin, with_kwargs=True)
-        model.register_forward_hook(end, always_call=True)
+
+
+def _segments_of(documents: Tensor) -> "Segments":
+    from ...distributed.ops.segments import Segments
+
+    return Segments(((0, documents.shape[-1]),), starts_of(documents))
 
 
 def has_packed_rows(batch: Mapping[str, Any]) -> bool:

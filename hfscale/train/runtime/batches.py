@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,6 @@ from torch import Tensor
 
 from ..._compat.torch_device import is_accelerator
 from ..._compat.transformers.packed_rows import holds_documents, packing, told_apart_by
-from ...distributed.host_buffers import in_one_buffer, views_of
 from ...errors import ConfigError
 from ...plan.feature_plans import ROUTES
 from ..packed_rows.facts import LENGTHS, numbers_documents
@@ -43,19 +43,20 @@ _PLAIN = {
     "num_items_in_batch",
 }
 _PLAIN |= {*LENGTHS, ROUTES}
-_PREPARED: ContextVar[bool] = ContextVar("prepared_pass", default=False)
+_SEPARATE_DOCUMENTS = {"attention_mask", "position_ids"}  # arguments that may do so within a row
+in_prepared_pass: ContextVar[bool] = ContextVar("prepared_pass", default=False)
+"""Whether the model is called by a step of hfscale for a microbatch, and not by a user's own loop."""
 
 
 class Counts(NamedTuple):
     """Hold the numbers that are computed from one microbatch on its device and then read by the CPU."""
 
-    valid: int
-    outside: int  # number of labels and ids outside of the vocabulary
-    packed: int
-    numbered: (
-        int  # whether a mask [rows, tokens] has numbers other than 0 and 1, and no position_ids
-    )
-    hash: int
+    valid: int = 0
+    outside: int = 0  # number of labels and ids outside of the vocabulary
+    packed: int = 0
+    # whether a mask [rows, tokens] has numbers other than 0 and 1, and no position_ids
+    numbered: int = 0
+    hash: int = 0
 
 
 class _Shared(NamedTuple):
@@ -81,29 +82,19 @@ class Microbatch(dict[str, Any]):
     tokens: int | None = None
     parts: int = 1  # number of microbatches into which the given batch is split
 
-    @property
-    def packed(self) -> bool | None:
-        """Return whether positions restart within rows, so that a row holds several documents; ``None`` if only the
-        tensors could tell.
-        """
-        # Models may derive other positions from inputs other than text.
-        return (
-            self.by_positions
-            if self.by_positions or self.keys() <= _PLAIN or self.shifted
-            else None
-        )
-
     @contextmanager
     def kept_apart(self) -> Iterator[None]:
         """Make transformers' masks keep the documents of packed rows apart inside the ``with`` block, which runs one
         forward pass on this microbatch.
         """
-        token = _PREPARED.set(True)
+        # Models may derive other positions from inputs other than text.
+        known = self.by_positions or self.keys() <= _PLAIN or self.shifted
+        token = in_prepared_pass.set(True)
         try:
-            with packing(self.packed, self):
+            with packing(self.by_positions if known else None, self):
                 yield
         finally:
-            _PREPARED.reset(token)
+            in_prepared_pass.reset(token)
 
     def learn(self, counts: Counts) -> None:
         """Set the attributes of this microbatch from the numbers in ``counts``: valid labels, and whether rows are
@@ -118,11 +109,6 @@ class Microbatch(dict[str, Any]):
         other = Microbatch(values)
         vars(other).update(vars(self))
         return other
-
-
-def in_prepared_pass() -> bool:
-    """Return whether a step of hfscale is calling the model, for one of its microbatches, and not a user's own loop."""
-    return _PREPARED.get()
 
 
 def look_at(
@@ -150,15 +136,14 @@ def look_at(
             outside = outside + (
                 strange if strange.device == outside.device else strange.to(outside.device)
             )
-        documents = holds_documents(batch)
-        packed = zero if documents is None else documents.to(zero.device, zero.dtype)
-        rows += [
-            valid,
-            outside,
-            packed,
-            numbers_documents(batch, zero),
-            _hash(batch, zero) if hashed else zero,
-        ]
+        packed = zero
+        numbered = zero
+        if not batch.keys().isdisjoint(_SEPARATE_DOCUMENTS):
+            documents = holds_documents(batch)
+            packed = zero if documents is None else documents.to(zero.device, zero.dtype)
+            numbered = numbers_documents(batch, zero)
+        hashed_contents = _hash(batch, zero) if hashed else zero
+        rows += [valid, outside, packed, numbered, hashed_contents]
     return torch.stack(rows).view(-1, len(Counts._fields))
 
 
@@ -231,15 +216,13 @@ def agree(
     )
     if group is None:
         return [Counts(*row) for row in own.tolist()], [[*told]]
-    shapes = [
-        [(name, tuple(v.shape)) for name, v in batch.items() if isinstance(v, Tensor)]
-        for batch in batches
-    ]
-    about = [
-        int(seen is None),
-        len(batches),
-        zlib.crc32(repr((shapes, train)).encode()),
-    ]
+    shapes = zlib.crc32(repr(train).encode())
+    for batch in batches:
+        for name, value in batch.items():
+            if isinstance(value, Tensor):
+                shapes = zlib.crc32(repr((name, *value.shape)).encode(), shapes)
+        shapes = zlib.crc32(b"end of a microbatch", shapes)
+    about = [int(seen is None), len(batches), shapes]
     content = (own[:, -1] * _weights(1 << len(own).bit_length(), own.device)[: len(own)]).sum()
     mine = torch.cat(
         (
@@ -249,51 +232,36 @@ def agree(
             *more,
         )
     )
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    group.allgather([every], [mine]).wait()
-    flat = torch.cat((own.flatten(), *every)).tolist()  # the CPU's only read from the device
-    rows, *ranks = [
-        flat[: own.numel()],
-        *_parts(flat[own.numel() :], len(mine)),
-    ]
-    same = len(_Shared._fields)
-    shared = [_Shared(*rank[:same]) for rank in ranks]
-    if seen is not None and any(shared_values != shared[0] for shared_values in shared):
+    every = mine.new_empty(dist.get_world_size(group), len(mine))
+    group.allgather([list(every)], [mine]).wait()
+    # the CPU's only read from the device
+    numbers = iter(torch.cat((own.flatten(), every.flatten())).tolist())
+    counts = [Counts(*islice(numbers, len(Counts._fields))) for _ in range(len(own))]
+    shared = list[_Shared]()
+    ranks = list[list[int]]()
+    further = len(mine) - len(_Shared._fields)
+    for _ in range(len(every)):
+        shared.append(_Shared(*islice(numbers, len(_Shared._fields))))
+        ranks.append([*islice(numbers, further)])
+    if seen is not None and len(set(shared)) > 1:
         raise ConfigError(_different(shared, dist.get_process_group_ranks(group)))
-    return [Counts(*row) for row in _parts(rows, len(Counts._fields))], [
-        rank[same:] for rank in ranks
-    ]
-
-
-def _parts(numbers: list[int], length: int) -> list[list[int]]:
-    return [numbers[start : start + length] for start in range(0, len(numbers), length)]
+    return counts, ranks
 
 
 def total_of(
     valid: int,
     refused: ConfigError | None,
     group: dist.ProcessGroup | None,
-    counts: bool,
     passes: int,
 ) -> int:
-    """Return the number of valid labels in all distinct batches of a step, summed over the ranks in ``group`` on the
-    CPU.
-
-    Args:
-        valid: the number of valid labels in this rank's batch.
-        refused: the error for which this rank refuses its batch, if any.
-        group: ranks with all distinct batches; ``None`` if there is only one batch.
-        counts: whether this rank's number is added; of the ranks with the same batch, only one adds its number.
-        passes: the number of this rank's forward passes in which data ranks run collectives.
-
-    Raises:
-        ConfigError: on all ranks, if any rank refuses its batch, or if numbers of passes differ.
+    """Return the number of ``valid`` labels in all distinct batches, summed over the ranks of ``group`` on the CPU. All
+    ranks raise :class:`ConfigError` if any rank has ``refused`` its batch, or if their numbers of ``passes`` with
+    common collectives differ.
     """
-    numbers = [valid if counts or group is None else 0, passes, passes**2]
     elsewhere = "{} other rank(s) refused their batch of this step: see their error"
-    total, every, squares = sum_or_raise(numbers, group, refused, elsewhere)
+    total, every, squares = sum_or_raise((valid, passes, passes**2), group, refused, elsewhere)
     # These sums are consistent only if all ranks have the same number.
-    if group is not None and squares * dist.get_world_size(group) != every**2:
+    if squares * dist.get_world_size(group) != every**2:
         raise ConfigError(
             f"this rank has {passes} microbatches in this step, but another rank has more or fewer, and data ranks "
             "gather weights or exchange tokens in each microbatch: pass the same number on every rank; for a batch "
@@ -331,24 +299,23 @@ def _different(ranks: list[_Shared], names: list[int]) -> str:
     )
 
 
-def to_device(batches: Sequence[Microbatch], device: torch.device) -> list[Microbatch]:
-    """Copy the microbatches to ``device``. CPU tensors without gradients are copied together in one buffer,
-    non-blocking.
-    """
-    moved = [batch.like(batch) for batch in batches]
+def to_device(batches: Sequence[Microbatch], device: torch.device) -> None:
+    """Move the microbatches to ``device``; CPU tensors without gradients are copied in one buffer, non-blocking."""
     away = device.type != "cpu"
     together: dict[
         int, tuple[Tensor, list[tuple[Microbatch, str]]]
     ] = {}  # shared tensors are copied once
-    for batch in moved:
-        for name, value in [
-            (name, v) for name, v in batch.items() if isinstance(v, Tensor) and v.device != device
-        ]:
+    for batch in batches:
+        for name, value in list(batch.items()):
+            if not isinstance(value, Tensor) or value.device == device:
+                continue
             if away and value.device.type == "cpu" and not value.requires_grad:
                 together.setdefault(id(value), (value, []))[1].append((batch, name))
             else:
                 batch[name] = value.to(device, non_blocking=away)
     if together:
+        from ...distributed.host_buffers import in_one_buffer, views_of
+
         tensors = [value for value, _ in together.values()]
         forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
         sent = in_one_buffer(tensors, forms, is_accelerator(device)).to(device, non_blocking=True)
@@ -359,4 +326,3 @@ def to_device(batches: Sequence[Microbatch], device: torch.device) -> list[Micro
         ):
             for batch, name in places:
                 batch[name] = value
-    return moved

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ..._compat.torch import own_contents
+from ..._compat.torch import children_of, parameters_of
 
 _values = methodcaller("values")
 _type = attrgetter("dtype")
@@ -84,10 +84,11 @@ class ModuleContents:
         and parameters; and these children, parameters, and the parameters' dtypes.
         """
         # The dicts are fetched again each time, because `del layers[-1]` gives a ModuleList a new dict.
-        children, parameters = own_contents(self._parents, self._holders)
+        children = list(map(children_of, self._parents))
+        parameters = list(map(parameters_of, self._holders))
         own = list(filterfalse(_missing, chain.from_iterable(map(_values, parameters))))
         held = chain(chain.from_iterable(map(_values, children)), own, map(_type, own))
         dicts = children + parameters
-        of_leaves, of_bare = own_contents(self._leaves, self._bare)
-        counts = map(len, chain(dicts, of_leaves, of_bare))
+        seldom = chain(map(children_of, self._leaves), map(parameters_of, self._bare))
+        counts = map(len, chain(dicts, seldom))
         return [*counts, *chain.from_iterable(dicts)], list(held)

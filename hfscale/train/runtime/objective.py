@@ -5,17 +5,19 @@ from its microbatches.
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.classes import takes_argument
-from ...distributed.ops.divergence import TaughtRows
 from ...errors import ConfigError
 from ...plan.feature_plans import OwnLossPlan
 from .batches import Microbatch
+
+if TYPE_CHECKING:
+    from ...distributed.ops.divergence import TaughtRows
 
 _IGNORED = -100
 
@@ -52,7 +54,7 @@ class StepLoss(Protocol):
         passes return is then meaningless.
         """
 
-    def distilling(self, teacher: TaughtRows) -> AbstractContextManager[Any]:
+    def distilling(self, teacher: "TaughtRows") -> AbstractContextManager[Any]:
         """Inside the ``with`` block, compute as the loss the divergence of the model's token distributions from those
         of ``teacher``.
         """
@@ -116,13 +118,14 @@ class OwnLoss(KeepsOutputs):
         if not valid:  # the mean over no labels is NaN
             # Derived from labels.
             kept = "decoder_input_ids" not in batch and takes_argument(model, "decoder_input_ids")
-            output = model(
-                **{name: value for name, value in batch.items() if kept or name != "labels"}
-            )
+            given = {name: value for name, value in batch.items() if kept or name != "labels"}
+            with batch.kept_apart():
+                output = model(**given)
             scores = output[1 if kept else 0]  # after the loss, if the output contains one
             loss = 0.0 * scores.float().sum()
         else:
-            output = model(**batch)
+            with batch.kept_apart():
+                output = model(**batch)
             loss = (output[0] if isinstance(output, tuple) else output.loss) * valid / count
             scores = output[1] if len(output) > 1 else loss
         if self._kept is not None:

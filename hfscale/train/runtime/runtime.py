@@ -9,17 +9,17 @@ define the operations of one axis in a step; they do nothing if the axis has one
 so they are in one file.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..._compat.transformers.classes import class_name
+from ..._compat.transformers.classes import class_name, forward_arguments, stock_class
 from ...config.options import Options
 from ...distributed.mesh import Mesh
 from ...errors import ConfigError
@@ -138,22 +138,20 @@ class Part:
 
 
 class Executor:
-    """Run the microbatches of a training or evaluation step one after another; subclasses run them through pipeline
-    stages.
+    """Run a step's microbatches one after another."""
 
-    ``under_way`` is whether microbatches of earlier steps are still in flight.
-    """
-
-    under_way = False
+    under_way = False  # whether microbatches of earlier steps are in flight
+    # what ranks that share a batch exchange as they compare it; ``None``: nothing besides
+    reports: "Reports | None" = None
 
     def __init__(self, runtime: "Runtime") -> None:
         self._runtime = runtime
 
-    def share_out(self, given: Sequence[Batch]) -> list[dict[str, Any]]:
+    def share_out(self, given: Sequence[Batch]) -> Sequence[Batch]:
         """Return the microbatches into which the batches given to a step are split; by default, these batches
         themselves.
         """
-        return [dict(batch) for batch in given]
+        return given
 
     def uncut(self) -> AbstractContextManager[None]:
         """Inside the ``with`` block, do not split given batches into microbatches, if the schedule allows it."""
@@ -178,21 +176,6 @@ class Executor:
     def waiting_gradients(self) -> Sequence[Tensor]:
         """Return the gradients that this executor keeps and has not yet added to parameters' ``.grad``."""
         return ()
-
-    def agrees(self, train: bool) -> bool:
-        """Return whether the ranks that must get the same batch compare their batches at the beginning of a step."""
-        return True
-
-    def numbers_to_compare(self, train: bool) -> tuple[list[int], list[Tensor]]:
-        """Return what this rank sends to the other ranks when they compare their batches at the beginning of a step:
-        integers, and integer tensors on a device.
-        """
-        return [], []
-
-    def compare_numbers(self, told: list[list[int]]) -> None:
-        """Check the numbers that all ranks, in order, have sent at the beginning of a step
-        (:meth:`numbers_to_compare`).
-        """
 
     def run(
         self, model: nn.Module, batches: Sequence[Microbatch], objective: Objective, backward: bool
@@ -236,6 +219,18 @@ class Executor:
         """Raise :class:`ConfigError` if a user's own loop cannot call the model directly, since pipeline stages run
         only in training steps. ``call`` names what the user called.
         """
+
+
+class Reports(Protocol):
+    """Exchange further numbers when a step begins with a comparison of the batches of ranks that share a batch."""
+
+    def numbers_to_compare(self, train: bool) -> tuple[list[int], list[Tensor]]:
+        """Return the numbers that this rank sends: integers, and tensors on a device."""
+        ...
+
+    def compare_numbers(self, told: list[list[int]]) -> None:
+        """Check the numbers ``told`` by each rank, in the order of ranks."""
+        ...
 
 
 class DataAxes:
@@ -359,9 +354,7 @@ class RandomAxis(Protocol):
     agreed: bool  # whether the ranks have the same streams; otherwise they synchronize before the next step
 
     def synchronize(self, runtime: "Runtime") -> None:
-        """Synchronize the random streams of ranks that get the same batch, once, before the first training step and
-        after the user has set seeds. Collective.
-        """
+        """Synchronize the streams, before the first training step and after the user's seeding; collective."""
 
 
 class PassObserver(Protocol):
@@ -464,7 +457,15 @@ class Runtime:
 
     def part(self, kind: type[_P]) -> _P | None:
         """Return the installed feature of class ``kind``; ``None`` if it is not installed."""
-        return next((part for part in self.parts if isinstance(part, kind)), None)
+        for part in self.parts:
+            if isinstance(part, kind):
+                return part
+        return None
+
+    @cached_property
+    def forward_arguments(self) -> tuple[frozenset[str], bool]:
+        """The names of the model's arguments, and whether it takes other named arguments."""
+        return forward_arguments(stock_class(self.model).forward)
 
     def parts_with(self, hook: Hook) -> tuple[Part, ...]:
         """Return the installed features whose class implements the given hook of :class:`Part`, in the order of
@@ -511,7 +512,10 @@ class Runtime:
         """Return the factor by which a loss is multiplied before its backward pass: the product of the factors that
         features require (a loss scale, the number of data ranks).
         """
-        return math.prod(part.loss_factor(self) for part in self.parts_with(Part.loss_factor))
+        factor = 1.0
+        for part in self.parts_with(Part.loss_factor):
+            factor *= part.loss_factor(self)
+        return factor
 
     def sum_of_shares(self, total: Tensor) -> Tensor:
         """Sum the terms of a step's loss that ranks have computed: all-reduce ``total`` in place over ranks with

@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 
 from ..._compat.torch import CONTENTS, HOOKS, forget_composed
-from ..._compat.torch_fsdp import MARKS
 
 _Look = list[tuple[nn.Module, type, dict[str, Any], dict[str, set[Any]]]]
 
@@ -50,6 +49,8 @@ class Undo:
 
     def touches(self, modules: Collection[nn.Module]) -> bool:
         """Return whether one of ``modules`` was changed otherwise than by the attributes that FSDP2 sets."""
+        from ..._compat.torch_fsdp import MARKS
+
         return any(
             module in modules
             and (type(module) is not kind or changed.keys() - MARKS or any(added.values()))

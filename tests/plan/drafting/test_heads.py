@@ -14,7 +14,8 @@ from hfscale.errors import PlanError
 from hfscale.models import FAMILIES
 from hfscale.models.blueprint import Block, Blueprint
 from hfscale.models.clone import tiny_clone
-from hfscale.plan import Cut, Plan, to_json
+from hfscale.plan import Cut, Plan
+from hfscale.plan.table import to_json
 
 from ...tiny_models import tiny
 

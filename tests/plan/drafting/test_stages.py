@@ -32,8 +32,9 @@ from hfscale.extras.proofs import layer_probes as passage, probe as probes
 from hfscale.models.clone import tiny_clone
 from hfscale.parallel.pipeline.orders import order
 from hfscale.parallel.pipeline.timeline import stage_ranks
-from hfscale.plan import Plan, Stage, StagePlan, to_json
+from hfscale.plan import Plan, Stage, StagePlan
 from hfscale.plan.stages import Tie, place_stages
+from hfscale.plan.table import to_json
 from tests.proved_anew import proved_anew
 from tests.tiny_models import assign_stages, tiny
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig
+from hfscale._compat.transformers.packed_rows import within_packing
 from hfscale.testing import RankPool
 from hfscale.train.runtime.batches import Counts, Microbatch, agree, look_at, to_device
 
@@ -113,10 +114,13 @@ def test_a_look_at_several_microbatches() -> None:
     rows, told = agree(batches, seen, True, None)
     assert [row[0] for row in rows] == [int(IDS.sum())] * 4
     assert not told[0]
-    moved = to_device(
-        [known(batch, row) for batch, row in zip(batches, rows, strict=True)], torch.device("cpu")
-    )
-    assert [each.packed for each in moved] == [False, True, False, None]
+    found = []
+    for batch, row in zip(batches, rows, strict=True):
+        microbatch = known(batch, row)
+        with microbatch.kept_apart():
+            found.append((microbatch.by_positions, within_packing.get()))
+    # positions that a model makes of pixels are not known
+    assert found == [(False, True), (True, True), (False, True), (False, False)]
 
 
 def test_one_copy_takes_all_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,9 +140,8 @@ def test_one_copy_takes_all_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
         {**SAME, "mask": mask},
         {"input_ids": IDS[:, ::2], "labels": IDS[:1], "number": torch.tensor(3.5)},
     ]
-    moved = to_device(
-        [known(batch, Counts(1, 0, 0, 0, 0)) for batch in batches], torch.device("meta")
-    )
+    moved = [known(batch, Counts(valid=1)) for batch in batches]
+    to_device(moved, torch.device("meta"))
     assert len(copies) == 1
     for batch, there in zip(batches, moved, strict=True):
         assert batch.keys() == there.keys()

@@ -10,8 +10,8 @@ from ....models.blueprint import INFERRED
 from ....models.facts import ask
 from ....models.module_kinds import is_tokenwise
 from ....models.names import wild_name
-from ....plan.drafting.boundary_modules import PROBED, direct_children
 from ....plan.drafting.draft import Draft
+from ....plan.drafting.layers import direct_children
 from ....plan.modules import SequencePlan
 
 
@@ -108,6 +108,8 @@ def _region(
         )
         return None
     if odd is not None:
+        from ....plan.drafting.boundary_modules import PROBED
+
         tried = f"{PROBED[0]} sample of {PROBED[1]} tokens"
         _unfit(
             draft,

@@ -253,6 +253,10 @@ class SequenceRegion:
         assert current is not None
         return current
 
+    def shape_for_compiled(self) -> tuple[int, int] | None:
+        """Return the samples and tokens of the running layer's pass for its compiled code; ``None`` without such."""
+        return None if RUNNING.told is None else (RUNNING.told.samples, RUNNING.told.total)
+
     def note_stream(self, share: Tensor) -> None:
         """Record the forward pass to which the layer that runs next belongs, for the layer's compiled code."""
         RUNNING.told = self._pass_of(share, whole=False) if self.cut else None
