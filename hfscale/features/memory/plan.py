@@ -123,7 +123,7 @@ def _tiled(draft: Draft, tile: int) -> tuple[str, ...]:
         draft.problem(
             f"{said} recomputes modules on tiles of a microbatch's tokens, but {wild_name(draft.mixtures[0].name)} "
             "distributes all tokens of a microbatch to experts at once: use recompute='full' without tile_tokens, "
-            "and a larger cp_size to save memory"
+            "and more context ranks to save memory"
         )
     if draft.options.mixed_precision == "fp8":
         draft.problem(
