@@ -124,7 +124,7 @@ def refused(directory: str) -> str:
     [
         (["model.safetensors"], "hfscale.from_pretrained reads them"),
         (["adapter_config.json", "adapter_model.safetensors"], "an adapter"),
-        (["data/0.ocdbt"], "other files (data/0.ocdbt, for one)"),
+        (["data/0.ocdbt"], "other files (data/0.ocdbt, for example)"),
     ],
 )
 def test_a_run_does_not_begin_beside_other_weights(

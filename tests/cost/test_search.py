@@ -198,7 +198,8 @@ def test_answers_where_nothing_fits() -> None:
     assert "nothing fits without the host's memory" in str(half)
     assert all(each.candidate.offload and each.likely <= half.budget for each in half.best)
     with pytest.raises(
-        ConfigError, match=r"a budget of 100.0 GiB is invalid on NVIDIA H100 SXM 80 GB.*79.6 GiB"
+        ConfigError,
+        match=r"a memory budget of 100.0 GiB is invalid on NVIDIA H100 SXM 80 GB.*79.6 GiB",
     ):
         search(facts(), 4, tokens_per_step=2**20, max_memory=100 * 2**30)
     with pytest.raises(ConfigError, match="less than one sequence of 4,096"):

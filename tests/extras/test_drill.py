@@ -36,7 +36,9 @@ def test_too_few_steps(
     monkeypatch.chdir(tmp_path)
     Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
     assert main(["drill", "tiny.yaml", "--kills", "5"]) == 2
-    assert "5 kills need at least 10 steps, but training.steps=8" in capsys.readouterr().err
+    assert (
+        "5 kills need at least 10 training steps, but training.steps=8" in capsys.readouterr().err
+    )
 
 
 def test_the_report() -> None:

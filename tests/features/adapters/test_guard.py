@@ -201,7 +201,7 @@ def test_one_of_two_tied_weights_is_not_merged(
 ) -> None:
     start = _start(tmp_path, tie_word_embeddings=True)
     for message in pools(2).run(_tied, start, changes):
-        assert "lm_head.weight and model.embed_tokens.weight are one weight" in message
+        assert "lm_head.weight and model.embed_tokens.weight are tied to one" in message
 
 
 def test_what_was_left_out_of_all_linear(pools: Pools) -> None:

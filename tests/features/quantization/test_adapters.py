@@ -175,7 +175,7 @@ def test_a_refused_adapter_leaves_a_quantized_model_as_it_was(
 def test_what_is_trained_whole_is_not_quantized(tmp_path: Path) -> None:
     config = LoraConfig(r=4, target_modules=["v_proj"], modules_to_save=["q_proj"])
     path = save(wide("llama"), tmp_path)
-    words = r"layers.0.self_attn.q_proj.weight is in 4 bits, .*llm_int8_skip_modules=(\[.*\])\)"
+    words = r"layers.0.self_attn.q_proj.weight is in 4 bits and gets no gradients: .*llm_int8_skip_modules=(\[.*\])\)"
     with pytest.raises(ConfigError, match=words) as caught:
         load(path, {}, four_bits(), peft_config=config)
     # What it says to do does.

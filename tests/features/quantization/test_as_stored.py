@@ -475,7 +475,8 @@ def test_it_needs_adapters(written: dict[Pair, Path]) -> None:
             call(path, quantization_config="as_stored")
     config = LoraConfig(r=3, target_modules=["v_proj"], modules_to_save=["q_proj"])
     with pytest.raises(
-        ConfigError, match=r"q_proj.weight is held as stored \(fp8\), .* adapt it instead"
+        ConfigError,
+        match=r"q_proj.weight is held as stored \(fp8\) and gets no gradients: adapt it instead",
     ):
         hfscale.from_pretrained(path, quantization_config="as_stored", peft_config=config)
     config = LoraConfig(r=3, target_modules=["v_proj"], use_dora=True)
