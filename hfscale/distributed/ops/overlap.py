@@ -174,14 +174,16 @@ class Entry:
         ] = {}  # per projection that has run backward: gradient of its output [n, out], weight [out, in]
 
     def to_input(self, total: Tensor | None) -> Tensor:
-        """Return the gradient of the input: ``total``, from other readers of the input, plus all projections' terms."""
+        """Return the gradient of the input: ``total``, from other readers of the input, plus all projections' terms,
+        which are added in place.
+        """
         left = self.left
         self.left = {}
         if asked := [(products, grad) for products, (grad, _) in left.items() if products.agrees]:
             asked[0][0].agree(asked)
         for products, (grad, weight) in left.items():
             term = products.to_input(grad, weight).view(self.shape).to(**self.kind)
-            total = term if total is None else total + term
+            total = term if total is None else total.add_(term)
         return torch.zeros(self.shape, **self.kind) if total is None else total
 
 
@@ -280,7 +282,8 @@ def enter_overlapped(
         x: the tensor that enters the region.
         weights: the weights of the projections that read the input; each with a flag whether it is stored transposed
             (``[in, out]``), and with the projection's products.
-        reduce: starts the backward collective on the gradient of the input inside the region.
+        reduce: starts the backward collective on the gradient of the input inside the region; may overwrite the
+            gradient if there is no ``gather``.
         gather: starts the collective that makes the input inside the region from ``x``; ``None`` if the input is ``x``.
         regather: whether to gather again in the backward pass, for the gradients of the weights, instead of saving the
             gathered tensor.
@@ -311,7 +314,11 @@ def enter_overlapped(
     # Made before the launch node: autograd runs the ready node that was created last, so these run after the launch.
     later = [DeferredWeightGrad(*each, own) for each in weights]
     whole = apply_mapping(
-        x, lambda x: x.view_as(x) if gather is None else gather(x).result(), launch, agrees
+        x,
+        lambda x: x.view_as(x) if gather is None else gather(x).result(),
+        launch,
+        undefined=agrees,
+        overwrites=gather is None or agrees,
     )
     if entry is not None:
         entry.shape = whole.shape

@@ -122,10 +122,7 @@ class Overlap:
             self._take_apart(low_rank)
 
     def _start_sum(self, grad: Tensor) -> collectives.Started:
-        # A copy, because autograd may pass the same gradient tensor to another branch.
-        return collectives.start_all_reduce(
-            grad.clone(memory_format=torch.contiguous_format), self.group
-        )
+        return collectives.start_all_reduce(grad.contiguous(), self.group)
 
     def _take_apart(self, module: Any) -> None:
         forward = module.forward
@@ -185,7 +182,9 @@ def _entered(x: Tensor, group: dist.ProcessGroup, stream: SequenceRegion | None)
 def _entered_at_once(x: Tensor, gather: overlap.Start | None, reduce: overlap.Start) -> Tensor:
     """Return ``x`` inside the block, waiting for each collective right after its start (without overlap)."""
     enter = (lambda x: x.view_as(x)) if gather is None else lambda x: gather(x).result()
-    return collectives.apply_mapping(x, enter, lambda grad: reduce(grad).result())
+    return collectives.apply_mapping(
+        x, enter, lambda grad: reduce(grad).result(), overwrites=gather is None
+    )
 
 
 class _BlockEnds:

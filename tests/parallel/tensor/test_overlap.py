@@ -4,9 +4,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
@@ -15,7 +17,7 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale._compat.replaced import attribute_replaced
 from hfscale._compat.transformers.computing import enable_checkpointing
-from hfscale.distributed.ops import overlap
+from hfscale.distributed.ops import collectives, overlap
 from hfscale.testing import RankPool
 from hfscale.train.runtime.shards import local_tensor
 from tests.tiny_models import tiny
@@ -196,6 +198,37 @@ def test_ranks_with_uneven_tokens_decide_alike(pools: Pools, tmp_path: Path, mor
         last_sum = max(index for index, event in enumerate(events) if event == "alltoall_base")
         weights = [event for event in events[last_sum:] if isinstance(event, tuple)]
         assert sorted(weights) == ([] if more else [(8, 32), (8, 32), (16, 32)])
+
+
+def copies(path: str, size: int, checkpointing: bool, adapters: bool) -> int:
+    """Copies of tensors before they are summed, in a step."""
+    lora = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = hfscale.from_pretrained(
+        path, parallel=ParallelConfig(tp_size=2), peft_config=lora if adapters else None
+    ).train()
+    if checkpointing:
+        enable_checkpointing(model)
+    ids = torch.arange(39).view(3, 13)
+    with (
+        overlapped_from(size),
+        mock.patch.object(collectives, "_copied", wraps=collectives._copied) as made,
+    ):
+        hfscale.train_step(model, {"input_ids": ids, "labels": ids})
+    return made.call_count
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("size", "checkpointing", "adapters"),
+    [(0, False, False), (1 << 20, False, False), (0, True, False), (0, False, True)],
+)
+def test_what_is_summed_is_not_copied_before(
+    pools: Pools, tmp_path: Path, family: str, size: int, checkpointing: bool, adapters: bool
+) -> None:
+    """But for a frozen embedding's rows, which have no gradient: two layers made 10 copies, 8 of them in blocks."""
+    AutoModelForCausalLM.from_config(tiny(family), dtype=torch.float32).save_pretrained(tmp_path)
+    found = pools(2).run(copies, str(tmp_path), size, checkpointing, adapters)
+    assert found == [int(adapters)] * 2
 
 
 def gathers_in_backward(path: str, layout: dict[str, Any]) -> int:
