@@ -241,7 +241,7 @@ class _Mapping(torch.autograd.Function):
 def apply_mapping(
     x: Tensor,
     forward: Map,
-    backward: Callable[[Any], Tensor],
+    backward: Callable[[Any], Tensor | None],
     undefined: bool = False,
     overwrites: bool = False,
 ) -> Tensor:

@@ -10,7 +10,7 @@ FSDP) stay between the edges. Training processes and the threads that test an in
 with different functions in their :class:`Edge`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -31,10 +31,12 @@ from ...distributed.ops.overlap import (
     enter_overlapped,
     multiplied_by,
     narrowed,
+    set_factors,
 )
 from ...models.module_kinds import PROJECTIONS, is_transposed
 from ...plan.cut import Cut
 from ...plan.modules import BlockPlan
+from .partial_gradients import as_read
 from .random import cut_region
 from .sequence.hooks import draw_sums_alike
 from .sequence.region import RUNNING, SequenceRegion
@@ -56,6 +58,8 @@ class Overlap:
         # only exact Linear and Conv1D classes: a subclass may compute something else
         self.columns: list[Any] = [module for module in columns if type(module) in PROJECTIONS]
         self._low_rank: dict[Any, Callable[[Tensor], Tensor]] = {}
+        self._factors: list[tuple[Any, Any]] = []  # modules of both factors, per adapter
+        self._given = False  # whether any adapter was given tokens in the latest pass
         self._waiting: dict[nn.Module, DeferredWeightGrad] = {}
         # gathers the latest input again in the backward pass; ``None`` without ``sequence_regather``
         self.gathered: Regather | None = None
@@ -68,8 +72,7 @@ class Overlap:
         If ``x`` is sharded along the sequence, ``stream`` is its sequence-parallel region, which gathers it.
         """
         self.gathered = None
-        if self._waiting:  # left by a pass that failed, or that did not run every projection
-            self._waiting = {}
+        self._forget()
         # torch's compiler overlaps collectives by itself, and cannot trace the state that is kept here.
         if torch.compiler.is_compiling():
             return _entered(x, self.group, stream)
@@ -98,10 +101,30 @@ class Overlap:
             (read(column.weight), is_transposed(column), multiplied_by(column)())
             for column, read in reads.items()
         ]
-        x, later = enter_overlapped(x, weights, reduce, gather, self.regather, agrees)
+        factors = self._trained_factors()
+        self._given = bool(factors)
+        x, later = enter_overlapped(x, weights, reduce, gather, self.regather, agrees, factors)
         self._waiting = dict(zip(reads, later, strict=True))
         self.gathered = later[0].regather if later else None
         return x
+
+    def _trained_factors(self) -> list[tuple[nn.Module, Any, Any]]:
+        return [
+            (first, as_read(first, "weight"), as_read(second, "weight"))
+            for first, second in self._factors
+            if torch.is_grad_enabled()
+            and first.weight.requires_grad
+            and second.weight.requires_grad
+        ]
+
+    def _forget(self) -> None:
+        """Forget what is left of a pass that failed, or that did not run every projection or adapter."""
+        if self._waiting:
+            self._waiting = {}
+        if self._given:
+            self._given = False
+            for first, _ in self._factors:
+                set_factors(first, None)
 
     @cached_property
     def _agrees(self) -> bool:
@@ -120,6 +143,13 @@ class Overlap:
         if type(low_rank) in PROJECTIONS:
             self._low_rank[low_rank] = read
             self._take_apart(low_rank)
+
+    def defer(self, factors: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+        """Compute the gradients of adapters' factors after starting the backward collective, if adapters take tokens.
+
+        ``factors`` are the modules of the first and the second factor of each adapter.
+        """
+        self._factors.extend(factors)
 
     def _start_sum(self, grad: Tensor) -> collectives.Started:
         return collectives.start_all_reduce(grad.contiguous(), self.group)
