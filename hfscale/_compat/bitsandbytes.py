@@ -53,6 +53,11 @@ def multiplies_values(x: Tensor) -> bool:
     return x.device.type == "cpu" or (x.device.type == ACCELERATOR and rows > _MOST_FUSED_ROWS)
 
 
+def writes_into(device: torch.device) -> bool:
+    """Return whether ``dequantize_4bit`` takes ``out``, memory for the values; bitsandbytes' CPU code does not."""
+    return device.type == "cuda" and not torch.compiler.is_compiling()
+
+
 def optimizers() -> Any:
     """Return bitsandbytes' module of optimizers."""
     import bitsandbytes.optim

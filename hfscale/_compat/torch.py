@@ -3,10 +3,11 @@
 Read and run with torch 2.11 to 2.13. FSDP2 and the split backward pass have their own files in this folder.
 """
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
 from torch.distributed import (
     _composable_state as composable,
     _functional_collectives as functional_collectives,
@@ -203,6 +205,65 @@ def has_accumulation_hook(tensor: Tensor) -> bool:
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor has been written in place."""
     return tensor._version
+
+
+def _holders(x: Any) -> tuple[int, ...]:
+    """Return the numbers of objects that hold a tensor, its memory and, if it is a view, the tensor that it views."""
+    memory: int = torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+    counts = (x._use_count(), memory)
+    base = x._base
+    return counts if base is None else (*counts, base._use_count())
+
+
+def _holders_of_gradient(grads: tuple[Tensor, ...]) -> tuple[int, ...]:
+    return *_holders(grads[0]), sys.getrefcount(grads[0])
+
+
+class _Probe(torch.autograd.Function):
+    """Count what holds an input and a gradient that autograd alone holds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, inputs: set[Any], gradients: set[Any]) -> Tensor:
+        ctx.gradients = gradients
+        inputs.add(_holders(x))
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.gradients.add(_holders_of_gradient(grads))
+        return grads[0], None, None
+
+
+@cache
+def _counts_of_unshared() -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
+    """Return the counts of inputs and of gradients that nothing else holds. They depend on the versions of torch and
+    Python, so they are measured: for results of products, and for views of such results.
+    """
+    inputs, gradients = set[Any](), set[Any]()
+    with without_dispatch_modes(), torch.enable_grad():
+        x = torch.ones(2, 2, requires_grad=True)
+        for shape in ((2, 2), (1, 2, 2)):
+            y = _Probe.apply((x @ torch.ones(2, 2)).view(shape), inputs, gradients)
+            (y.view(2, 2) @ torch.ones(2, 2)).sum().backward()
+        y = _Probe.apply(x @ torch.ones(2, 2), inputs, gradients)
+        (y @ torch.ones(2, 2)).sum().backward()
+    return inputs, gradients
+
+
+def is_unshared_input(x: Tensor) -> bool:
+    """Return whether the input of the running autograd function was computed for it alone: whether no tensor, graph or
+    hook other than the caller's own variables holds the input or its memory, so that it may be overwritten.
+    """
+    return x.grad_fn is not None and _holders(x) in _counts_of_unshared()[0]
+
+
+def is_unshared_gradient(grads: tuple[Tensor, ...]) -> bool:
+    """Return whether nothing else holds the gradient ``grads[0]`` or its memory, so that it may be overwritten.
+
+    Call this directly in a ``backward`` that has ``once_differentiable`` and receives ``*grads``.
+    """
+    return _holders_of_gradient(grads) in _counts_of_unshared()[1]
 
 
 def storage_key(held: Tensor | torch.UntypedStorage) -> int:

@@ -57,6 +57,37 @@ def test_writes_are_counted() -> None:
     assert tensor._version == before + 2
 
 
+class Counting(torch.autograd.Function):
+    """Count what holds an input and its memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: list[tuple[int, int]]) -> Tensor:
+        memory = torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+        counts.append((x._use_count(), memory))
+        return x.view_as(x)
+
+
+@relies_on("torch.Tensor._use_count", "torch._C._storage_Use_Count", "torch.UntypedStorage._cdata")
+def test_holders_of_a_tensor_and_of_its_memory_are_counted() -> None:
+    """``_use_count`` grows by a graph that saved the tensor, ``_storage_Use_Count`` by another tensor over its memory,
+    and neither by variables of Python's that hold the same object.
+    """
+    alone, saved, viewed = (list[tuple[int, int]]() for _ in range(3))
+    x = weight() @ weight()
+    variables = [x, x]
+    Counting.apply(x, alone)
+    kept = x.square()
+    Counting.apply(x, saved)
+    del kept
+    view = x[0]
+    Counting.apply(x, viewed)
+    del view, variables
+    Counting.apply(x, alone)
+    assert alone[0] == alone[1]
+    assert saved[0][0] > alone[0][0]
+    assert viewed[0][1] > alone[0][1]
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @relies_on("torch.multiprocessing.reductions.StorageWeakRef")
 def test_a_storage_has_an_identity(device: str) -> None:

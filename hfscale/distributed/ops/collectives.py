@@ -37,7 +37,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ..._compat.torch import copy_all, functional_collectives as functional
+from ..._compat.torch import (
+    copy_all,
+    functional_collectives as functional,
+    is_unshared_gradient,
+    is_unshared_input,
+)
 from ..processes import backend_of
 
 Map = Callable[[Tensor], Tensor]
@@ -222,30 +227,37 @@ class _Mapping(torch.autograd.Function):
         forward: Map | None,
         backward: Any,
         undefined: bool,
+        overwrites: bool,
     ) -> Tensor:
         ctx.of_gradient = backward
+        ctx.overwrites = overwrites and not torch.compiler.is_compiling()
         ctx.set_materialize_grads(not undefined)
         return x.view_as(x) if forward is None else forward(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        gradient = grads[0] if ctx.of_gradient is None else ctx.of_gradient(grads[0])
-        return gradient, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        # Autograd may pass the same gradient tensor to another branch. A variable here would count as a holder.
+        if ctx.overwrites and grads[0] is not None and not is_unshared_gradient(grads):
+            grads = (_copied(grads[0]),)
+        of_gradient = ctx.of_gradient
+        found = grads[0] if of_gradient is None else of_gradient(grads[0])
+        return found, None, None, None, None
 
 
 def apply_mapping(
     x: Tensor,
     forward: Map | None,
-    backward: Callable[[Any], Tensor] | None,
+    backward: Callable[[Any], Tensor | None] | None,
     undefined: bool = False,
+    overwrites: bool = False,
 ) -> Tensor:
     """Return ``forward(x)``, a new tensor or a view, with ``backward`` as the function of its gradient; save no tensor.
 
-    ``None`` is the identity.
-    With ``undefined``, ``backward`` receives ``None`` for a missing gradient; otherwise it receives zeros.
+    Either function may be ``None``, which stands for the identity. With ``undefined``, ``backward`` receives ``None``
+    for a missing gradient; otherwise it receives zeros. With ``overwrites``, ``backward`` may write into the gradient: it receives a copy of a gradient that anything else holds.
     """
-    return _Mapping.apply(x, forward, backward, undefined)
+    return _Mapping.apply(x, forward, backward, undefined, overwrites)
 
 
 class _Tied(torch.autograd.Function):
@@ -273,14 +285,17 @@ def copy_to_tp_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return ``x``, an activation or parameter that is equal on all ranks of ``group``; in the backward pass,
     all-reduce its gradient.
     """
-    return x if group is None else apply_mapping(x, None, partial(_summed_copy, group=group))
+    if group is None:
+        return x
+    return apply_mapping(x, None, partial(_sum_into, group=group), overwrites=True)
 
 
 def reduce_from_tp_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """All-reduce the partial sums ``x``, of any shape, over the ranks of ``group``; the backward pass leaves the
-    gradient unchanged.
+    """All-reduce the partial sums ``x``, of any shape, over the ranks of ``group``; pass the gradient on unchanged.
+
+    The sum is computed in the memory of ``x`` if autograd computed ``x`` for this call alone, otherwise in a copy.
     """
-    return x if group is None else apply_mapping(x, partial(_summed_copy, group=group), None)
+    return x if group is None else apply_mapping(x, partial(_summed, group=group), None)
 
 
 def gather_from_tp_region(
@@ -347,9 +362,19 @@ def _on(
     return partial(collective, lengths=lengths, dim=dim, group=group)
 
 
-def _summed_copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    # A copy, because autograd may pass the same gradient tensor to another branch.
-    return all_reduce(x.clone(memory_format=torch.contiguous_format), group)
+def _copied(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _sum_into(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return all_reduce(x.contiguous(), group)
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if torch.compiler.is_compiling():  # not in place
+        return all_reduce(x.contiguous(), group)
+    own = x.is_contiguous() and is_unshared_input(x)
+    return all_reduce(x.detach() if own else _copied(x), group)
 
 
 def _own_slice(

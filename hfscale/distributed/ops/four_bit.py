@@ -14,16 +14,19 @@ read and quantized.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..._compat.bitsandbytes import functional
+from ..._compat.bitsandbytes import functional, writes_into
 from ...plan.quantized import BLOCK, OUTER_BLOCK, bytes_of_scales
 from .quantized_weights import Encoding, as_bytes
+
+# Least bytes of a row's 4-bit values at which a GPU takes longer to copy them (2.8 TB/s) than to start a kernel more.
+_LARGE = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -71,24 +74,22 @@ class FourBitEncoding(Encoding):
             return False
         return self.shards == 1 or (self.dim == 1 and self.chunk[1] * self.chunk[2] % BLOCK == 0)
 
+    def decodes_rows_apart(self, device: torch.device) -> bool:
+        """Return whether :meth:`decode` dequantizes each row into its place in the values, without a copy of the bytes.
+
+        Otherwise it copies the rows' bytes, because bitsandbytes dequantizes contiguous bytes. For small rows that
+        takes less time than a kernel a row.
+        """
+        few = self.shards == 2 or self.weight_bytes >= _LARGE
+        return self.shards > 1 and few and writes_into(device)
+
     def decode(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values ``[matrices, rows, columns]`` of the full weight, given the bytes of all data ranks (one
         row per rank).
         """
-        weight, scales = split_row(rows, self)
+        values = self._values(rows, dtype or self.dtype)
         if self.is_one_stream:
-            quantized, state = quantization_state(weight, scales, self)
-        else:
-            quantized = weight.reshape(-1, 1)
-            state = _state(
-                read_scales(scales, self).view(-1),
-                self,
-                (self.shards * self.chunk[0], self.blocks * BLOCK),
-            )
-        state.dtype = dtype or self.dtype
-        values: Tensor = functional().dequantize_4bit(quantized, state)
-        if self.is_one_stream:
-            return values.view(self.shape)
+            return values.view(-1)[: prod(self.shape)].view(self.shape)
         matrices, height, width = self.chunk
         parts = values.view(self.shards, matrices, -1)[..., : height * width].reshape(
             -1, *self.chunk
@@ -97,6 +98,28 @@ class FourBitEncoding(Encoding):
             return parts[0]
         joined = parts.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
         return joined.narrow(self.dim, 0, self.shape[self.dim])
+
+    def _values(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the values of all rows, each padded to whole blocks; if they are one stream, of any shape."""
+        weight, scales = split_row(rows, self)
+        dequantize = functional().dequantize_4bit
+        if self.decodes_rows_apart(rows.device):
+            values = weight.new_empty((self.shards, 2 * self.weight_bytes), dtype=dtype)
+            each = read_scales(scales, self).unflatten(0, (self.shards, -1))
+            for quantized, scale, into in zip(weight, each, values, strict=True):
+                state = _state(scale.reshape(-1), self, into.shape)
+                state.dtype = dtype
+                dequantize(quantized.unsqueeze(1), state, out=into)
+            return values
+        if self.is_one_stream:
+            quantized, state = quantization_state(weight, scales, self)
+        else:
+            quantized = weight.reshape(-1, 1)
+            shape = self.shards * self.chunk[0], self.blocks * BLOCK
+            state = _state(read_scales(scales, self).contiguous().view(-1), self, shape)
+        state.dtype = dtype
+        found: Tensor = dequantize(quantized, state)
+        return found
 
     def marks(self) -> Mapping[str, Any]:
         """Return the attributes that a 4-bit parameter of bitsandbytes has and PEFT reads, for a parameter of plain
@@ -166,35 +189,31 @@ def quantization_state(
     """
     _, rows, columns = encoding.shape
     size = rows * columns
-    state = _state(
-        read_scales(scales, encoding).view(-1)[: ceil(size / BLOCK)],
-        encoding,
-        (rows, columns),
-    )
+    absmax = read_scales(scales, encoding).contiguous().view(-1)
+    state = _state(absmax[: ceil(size / BLOCK)], encoding, (rows, columns))
     return weight.reshape(-1, 1)[: ceil(size / 2)], state
 
 
 def read_scales(scales: Tensor, encoding: FourBitEncoding) -> Tensor:
-    """Decode the bytes of scales, which may be quantized themselves, to one float32 scale per block: ``[shards *
-    matrices, blocks]``.
-    """
-    rows = scales.contiguous().view(-1, encoding.scale_bytes)
+    """Return one float32 scale per block, ``[shards * matrices, blocks]``; a view if the scales are not quantized."""
+    rows = scales.reshape(-1, encoding.scale_bytes)
     if not encoding.double:
         return rows.view(torch.float32)
     outers = ceil(encoding.blocks / OUTER_BLOCK)
-    mean = 4 * outers
-    outer = rows[:, :mean].contiguous().view(torch.float32)
-    means = rows[:, mean : mean + 4].contiguous().view(torch.float32)
-    of_blocks = rows[:, mean + 4 : mean + 4 + encoding.blocks]
+    floats = rows[:, : 4 * outers + 4].view(torch.float32)
+    of_blocks = rows[:, 4 * outers + 4 :][:, : encoding.blocks]
     # Rows are padded to whole outer blocks, so that one call dequantizes all rows.
     whole = F.pad(of_blocks, (0, outers * OUTER_BLOCK - encoding.blocks)).contiguous()
     widened: Tensor = functional().dequantize_blockwise(
-        whole.view(-1), absmax=outer.view(-1), code=_code(rows.device), blocksize=OUTER_BLOCK
+        whole.view(-1),
+        absmax=floats[:, :outers].contiguous().view(-1),
+        code=_code(rows.device),
+        blocksize=OUTER_BLOCK,
     )
-    return widened.view(len(rows), -1)[:, : encoding.blocks] + means
+    return widened.view(len(rows), -1)[:, : encoding.blocks] + floats[:, outers:]
 
 
-def _state(absmax: Tensor, encoding: FourBitEncoding, shape: tuple[int, int]) -> Any:
+def _state(absmax: Tensor, encoding: FourBitEncoding, shape: tuple[int, ...]) -> Any:
     return functional().QuantState(
         absmax=absmax,
         shape=torch.Size(shape),

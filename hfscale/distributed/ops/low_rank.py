@@ -7,24 +7,28 @@
                +--> h = s x A^T  [n, r] ---------------------^
     backward   da = s g B       dA = da^T x       dB = g^T h       dx = (the projection's) + da A, in place
 
-``A`` and ``B`` are the adapter's factors of rank ``r``, ``s`` is its scale, and ``g`` is the gradient of ``y``. ``x``
-and ``h`` are saved for the backward pass. ``x`` is the tensor that all projections of a block read, while autograd
-would save a copy of ``x`` in the factors' dtype for each projection. The adapter's backward pass runs before the
-projection's, because the adapter comes later in the forward pass. It passes ``da`` to :func:`enter`, a node before the
-projection, which adds ``da A`` to the ``dx`` that the projection's backward pass has just returned.
+Here ``g`` is the gradient of ``y`` and ``s`` the adapter's scale. ``x`` and ``h`` are saved for the backward pass.
+``x`` is the tensor that all projections of a block read, while autograd would save a copy of ``x`` in the factors'
+dtype for each projection. The adapter's backward pass runs before the projection's, because the adapter comes later in
+the forward pass. It passes ``da`` to :func:`enter`, a node before the projection, which adds ``da A`` to the ``dx``
+that the projection's backward pass has just returned. ``dA`` and ``dB`` are computed in the same node or, while a
+block's backward collective runs, in a later node (:class:`.overlap.DeferredGradients`).
 
 A backward pass in two halves (zero-bubble schedules) runs this node twice; each time only the requested gradients are
 computed.
 """
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..._compat.torch import gradients_asked, version_of
+from .overlap import Factors as Tokens
 from .shared_casts import autocast_dtype, autocasted, autocasted_weight
 from .thin_products import add_from_thin, from_thin, thin_gradient, to_thin, with_from_thin
 
@@ -83,6 +87,9 @@ class Factors:
     b: Tensor  # [out, r]
     bias: Tensor | None  # [out], added after ``b``
     scale: float
+    tokens: Tokens | None = (
+        None  # set if ``a`` and ``b`` are tokens, whose gradients are computed later
+    )
 
 
 def add_low_rank(y: Tensor, x: Tensor, factors: Factors, term: Term | None) -> Tensor:
@@ -94,7 +101,7 @@ def add_low_rank(y: Tensor, x: Tensor, factors: Factors, term: Term | None) -> T
     autocast dtype. With a ``term``, the gradient of ``x`` is stored in the term instead of being returned to autograd.
     """
     read = factors.a, factors.b, factors.bias
-    return _AddLowRank.apply(y, x, *read, factors.scale, term)
+    return _AddLowRank.apply(y, x, *read, factors.scale, term, factors.tokens)
 
 
 class _AddLowRank(torch.autograd.Function):
@@ -108,8 +115,10 @@ class _AddLowRank(torch.autograd.Function):
         bias: Tensor | None,
         scale: float,
         term: Term | None,
+        tokens: Tokens | None,
     ) -> Tensor:
         ctx.types = x.dtype, a.dtype
+        ctx.tokens = tokens
         ctx.scale = scale
         ctx.term = term
         ctx.bias = None if bias is None else bias.dtype
@@ -143,12 +152,23 @@ class _AddLowRank(torch.autograd.Function):
             elif goes_on:
                 by_x = from_thin(down, a, given).view(shape)
             if a_asked:
-                by_a = thin_gradient(down, x).to(own)
+                by_a = _now_or_later(ctx.tokens, 0, own, partial(thin_gradient, down, x))
         if b_asked:
-            by_b = thin_gradient(thin, grad, transposed=True).to(own)
+            to_b = partial(thin_gradient, thin, grad, transposed=True)
+            by_b = _now_or_later(ctx.tokens, 1, own, to_b)
         if ctx.bias is not None and bias_asked[0]:
             by_bias = (grad.sum(0) * ctx.scale).to(ctx.bias)
-        return grads[0], by_x, by_a, by_b, by_bias, None, None
+        return grads[0], by_x, by_a, by_b, by_bias, None, None, None
+
+
+def _now_or_later(
+    tokens: Tokens | None, number: int, dtype: torch.dtype, compute: Callable[[], Tensor]
+) -> Tensor | None:
+    """Return the gradient of factor ``number``; if it is a token, leave the computation for later."""
+    if tokens is None:
+        return compute().to(dtype)
+    tokens.later.leave(tokens.number + number, lambda: compute().to(dtype))
+    return None
 
 
 def _added(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
@@ -181,7 +201,7 @@ def _differentiable(ctx: Any, grad: Tensor, x: Tensor, a: Tensor, b: Tensor) -> 
     by_x = None if ctx.term is not None else down.mm(a).to(given)
     by_b = wide.t().mm(x.to(own).mm(a.t())) * ctx.scale
     by_bias = None if ctx.bias is None else (grad.sum(0) * ctx.scale).to(ctx.bias)
-    return grad, by_x, down.t().mm(x.to(own)), by_b, by_bias, None, None
+    return grad, by_x, down.t().mm(x.to(own)), by_b, by_bias, None, None, None
 
 
 class LastCast:

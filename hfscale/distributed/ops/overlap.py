@@ -1,9 +1,8 @@
-"""Enter a tensor-parallel block and overlap its backward collective with the projections' weight gradients.
+"""Enter a tensor-parallel region and overlap its backward collective with the projections' weight gradients.
 
 The backward pass of a projection computes two products: the gradient of its input, which enters a collective, and the
 gradient of its weight, for which no other rank waits. Stock PyTorch computes both in one node of the graph. Here they
-are two nodes, and so is the collective: its backward node ``launch`` starts it, and ``await`` returns its result. Of
-the nodes that are ready, autograd runs the one created last, which gives this order::
+are two nodes. Of the nodes that are ready, autograd runs the one created last, which gives this order::
 
     forward    await ---> weights W1 W2 ---> launch ---> projections 1, 2 ---> ...
     backward   projections 2, 1 (input gradients) -> launch: the collective starts -> W2, W1 -> await: it has ended
@@ -14,6 +13,8 @@ Megatron-LM overlaps inside one autograd node; here separate nodes overlap, so t
 own. A backward pass in two halves (zero-bubble schedules) reaches each projection twice: its first half computes the
 gradient of the input, its second half the gradient of the weight.
 
+Adapters of a frozen projection have such a node too, one for all factors of a block (:class:`DeferredGradients`).
+
 A projection whose products are not torch's own (8-bit products, for example) registers them with :func:`multiply_by`.
 If these products exchange scales of gradients between ranks, ``launch`` computes the gradient of the input for all
 projections that read it, after a single exchange for all of them.
@@ -21,6 +22,7 @@ projections that read it, after a single exchange for all of them.
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,6 +37,7 @@ from .shared_casts import autocasted, autocasted_weight
 
 _ATTRIBUTE = "_hfscale_products"
 _ENTRY = "_hfscale_entry"
+_FACTORS = "_hfscale_factors"
 
 # Least size, in bytes, of a block's input with all tokens at which the collective is overlapped. Splitting projections
 # into two nodes costs the CPU 0.4 ms per block. For smaller inputs there is less time to hide: GPUs sum 1 MiB in 0.01
@@ -194,8 +197,8 @@ class Entry:
         ] = {}  # per projection that has run backward: gradient of its output [n, out], weight [out, in]
 
     def to_input(self, total: Tensor | None) -> Tensor:
-        """Return the gradient of the block's input: the sum of ``total``, the gradient from all operations other than
-        the projections (if any), and the projections' terms.
+        """Return the gradient of the input: ``total``, from other readers of the input, plus all projections' terms,
+        which are added in place.
         """
         left = self.left
         self.left = {}
@@ -203,7 +206,7 @@ class Entry:
             asked[0][0].agree(asked)
         for products, (grad, weight) in left.items():
             term = products.to_input(grad, weight).view(self.shape).to(**self.kind)
-            total = term if total is None else total + term
+            total = term if total is None else total.add_(term)
         return torch.zeros(self.shape, **self.kind) if total is None else total
 
 
@@ -233,15 +236,87 @@ class DeferredWeightGrad:
         self.operands: tuple[Tensor | None, Tensor] | None = None
         # the weight in the form that :func:`column_parallel_linear` must use, exactly once
         to_weight = partial(self._gradient, dtype=weight.dtype)
-        self.token = apply_mapping(weight, lambda weight: weight.view_as(weight), to_weight)
+        self.token = apply_mapping(
+            weight, lambda weight: weight.view_as(weight), to_weight, undefined=True
+        )
 
-    def _gradient(self, _: Tensor, dtype: torch.dtype) -> Tensor:
+    def _gradient(self, _: None, dtype: torch.dtype) -> Tensor:
         assert self.operands is not None  # the projection's own backward node runs before this one
         (x, grad), self.operands = self.operands, None
         if x is None:
             assert self.regather is not None
             x = self.derive(self.regather.take()).to(grad.dtype)
         return self.products.to_weight(grad, x, self.transposed).to(dtype)
+
+
+class DeferredGradients:
+    """Compute gradients of several tensors in one autograd node, like :class:`DeferredWeightGrad` for one weight.
+
+    The tensors' tokens are used in their place. A token's user either returns its gradient, or returns ``None`` and
+    leaves a function here that computes the gradient.
+    """
+
+    def __init__(self) -> None:
+        self._left: dict[int, Callable[[], Tensor]] = {}
+
+    def tokens_of(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return one token per tensor; call this only once."""
+        return _Tokens.apply(self, *tensors)  # type: ignore[no-any-return]
+
+    def leave(self, number: int, gradient: Callable[[], Tensor]) -> None:
+        """Set the function that computes the gradient of token ``number``."""
+        self._left[number] = gradient
+
+    def take(self, number: int, gradient: Tensor | None) -> Tensor | None:
+        """Compute the gradient of token ``number``; by default return ``gradient``."""
+        left = self._left.pop(number, None)
+        return gradient if left is None else left()
+
+
+class _Tokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, later: DeferredGradients, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.later = later
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *(ctx.later.take(number, grad) for number, grad in enumerate(grads))
+
+
+@dataclass
+class Factors:
+    """Stand for an adapter's factors in one pass: values to compute with, whose gradients may be computed later."""
+
+    values: tuple[Tensor, Tensor]
+    number: int  # of the first factor's token; the second factor's follows
+    later: DeferredGradients
+
+    def __reduce__(self) -> Any:
+        """Copy and pickle as ``None``: a copy of the module that has this as an attribute reads its own factors."""
+        return type(None), ()
+
+
+def set_factors(module: nn.Module, factors: Factors | None) -> None:
+    """Set what :func:`take_factors` returns."""
+    module.__dict__[_FACTORS] = factors
+
+
+def _give_tokens(factors: Sequence[tuple[nn.Module, Tensor, Tensor]]) -> None:
+    if not factors:
+        return
+    gradients = DeferredGradients()
+    tokens = gradients.tokens_of([each for _, *pair in factors for each in pair])
+    for number, (module, *_) in enumerate(factors):
+        first, second = tokens[2 * number : 2 * number + 2]
+        set_factors(module, Factors((first, second), 2 * number, gradients))
+
+
+def take_factors(module: nn.Module) -> Factors | None:
+    """Return the factors that were set for the first factor's ``module``, once; ``None`` if none were set."""
+    found: Factors | None = module.__dict__.pop(_FACTORS, None)
+    return found
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
@@ -269,7 +344,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
         weight, kept = ctx.saved_tensors
         later = ctx.later
         grad = grads[0].reshape(-1, grads[0].shape[-1])
-        to_input = to_weight = None
+        to_input = None
         input_asked, weight_asked, *_ = gradients_asked(ctx)
         if weight_asked:
             if later.regather is not None:
@@ -278,8 +353,6 @@ class _ColumnParallelLinear(torch.autograd.Function):
                 None if later.regather else kept.reshape(-1, kept.shape[-1]),
                 grad,
             )
-            # A placeholder of the right shape, so that autograd goes on to the weight's own node.
-            to_weight = grad.new_zeros((), dtype=ctx.dtype).expand(weight.shape)
         weight = weight.t() if later.transposed else weight
         if input_asked and later.entry is not None:
             later.entry.left[later.products] = grad, weight
@@ -287,7 +360,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             to_input = later.products.to_input(grad, weight)
             to_input = to_input.view(*grads[0].shape[:-1], to_input.shape[-1])
         to_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        return to_input, to_weight, to_bias, None, None
+        return to_input, None, to_bias, None, None  # the weight's own node computes its gradient
 
 
 def enter_overlapped(
@@ -297,20 +370,23 @@ def enter_overlapped(
     gather: Start | None = None,
     regather: bool = False,
     agrees: bool = False,
+    factors: Sequence[tuple[nn.Module, Tensor, Tensor]] = (),
 ) -> tuple[Tensor, list[DeferredWeightGrad]]:
-    """Return the input of a tensor-parallel block's projections, and one :class:`DeferredWeightGrad` per projection, in
-    which the gradient of its weight overlaps with the backward collective.
+    """Return the input inside the region, and one :class:`DeferredWeightGrad` per weight that is multiplied with it.
 
     Args:
-        x: the tensor that enters the block.
-        weights: the weights of the projections that read the block's input; each with a flag, whether it is stored
-            transposed (``[in, out]``), and with the object that computes the projection's products.
-        reduce: starts the backward collective on the gradient of the projections' input.
-        gather: starts the forward collective that makes the projections' input from ``x``; ``None`` if it is ``x``.
+        x: the tensor that enters the region.
+        weights: the weights of the projections that read the input; each with a flag whether it is stored transposed
+            (``[in, out]``), and with the projection's products.
+        reduce: starts the backward collective on the gradient of the input inside the region; may overwrite the
+            gradient if there is no ``gather``.
+        gather: starts the collective that makes the input inside the region from ``x``; ``None`` if the input is ``x``.
         regather: whether to gather again in the backward pass, for the gradients of the weights, instead of saving the
             gathered tensor.
         agrees: whether the products exchange values with other ranks for the gradient of the input; the exchange is
             then made once for all projections.
+        factors: for each adapter in the region, the module of the first factor, which is given tokens of both factors
+            (:func:`take_factors`), and both factors as their forward passes read them.
     """
     # flight: the started collective, between the nodes `launch` and `await`
     entry, flight = (
@@ -318,25 +394,20 @@ def enter_overlapped(
         list[Started](),
     )
 
-    def launch(by_others: Any) -> Tensor:
-        grad = by_others if entry is None else entry.to_input(by_others)
-        flight.append(reduce(grad))
-        # The `await` node returns the gradient; this placeholder of the right shape only lets autograd reach it.
-        return grad.new_zeros(()).expand(shape)
+    def launch(by_others: Any) -> None:  # the `await` node returns the gradient
+        flight.append(reduce(by_others if entry is None else entry.to_input(by_others)))
 
-    x, shape = (
-        apply_mapping(
-            x,
-            lambda x: x.view_as(x),
-            lambda _: flight.pop().result(),
-        ),
-        x.shape,
-    )
+    x = apply_mapping(x, lambda x: x.view_as(x), lambda _: flight.pop().result(), undefined=True)
     own = x.detach() if regather and gather is not None else None
     # Made before the launch node: autograd runs the ready node that was created last, so these run after the launch.
     later = [DeferredWeightGrad(*each, own) for each in weights]
+    _give_tokens(factors)
     whole = apply_mapping(
-        x, lambda x: x.view_as(x) if gather is None else gather(x).result(), launch, agrees
+        x,
+        lambda x: x.view_as(x) if gather is None else gather(x).result(),
+        launch,
+        undefined=agrees,
+        overwrites=gather is None or agrees,
     )
     if entry is not None:
         entry.shape = whole.shape

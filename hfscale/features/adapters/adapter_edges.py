@@ -42,6 +42,7 @@ from ...parallel.tensor.random import drawn_again, drop_again, drop_own
 from ...plan import AdapterParameter, BlockPlan, Plan
 from ...train.runtime import Runtime
 from ...train.runtime.parameter_names import module_at, owner_of, unwrapped
+from .fused_lora import why_unfused
 from .token_rows import install_token_rows
 from .whole_projections import install_whole_projections
 
@@ -145,9 +146,8 @@ def _install_in_block(
             sum_norms(wrapper, sums.group)
         overlap = None if row else tensor.overlaps.get(block.name)
         # Other modules may run before the block's entry, and would read the values of the previous pass.
-        if overlap is not None and overlap.regather and name in (*block.column, *block.shared):
-            _keep_shares(wrapper, overlap, sums)
-            apart.add(wrapper)
+        if overlap is not None and name in (*block.column, *block.shared):
+            _install_overlap(runtime, wrapper, overlap, sums, apart)
         sample_through(wrapper, partial(_sampled, row, in_cut_stream, name))
         for number, dropout in enumerate(modules_in(wrapper, DROPOUTS)):
             if isinstance(dropout, nn.Dropout):
@@ -155,6 +155,18 @@ def _install_in_block(
                 drop = dropout.forward
                 drawn = partial(_dropped, dropout, drop, row, in_cut_stream, rank, key, overlap)
                 dropout.forward = drawn  # type: ignore[method-assign]
+
+
+def _install_overlap(
+    runtime: Runtime, wrapper: Any, overlap: Overlap, sums: PartialSums, apart: set[nn.Module]
+) -> None:
+    """Let adapters gather a block's input again, or compute their gradients while the backward collective runs."""
+    if overlap.regather:
+        _keep_shares(wrapper, overlap, sums)
+        apart.add(wrapper)
+    elif runtime.options.fused_adapters and why_unfused(wrapper) is None:
+        first, second = modules_in(wrapper, LORA_A), modules_in(wrapper, LORA_B)
+        overlap.defer(zip(first, second, strict=True))
 
 
 def _keep_shares(wrapper: nn.Module, overlap: Overlap, sums: PartialSums) -> None:

@@ -25,7 +25,7 @@ from ..._compat.peft import (
 )
 from ..._compat.torch import base_of, is_hooked, is_transformed
 from ...distributed.ops.low_rank import Factors, LastCast, Term, add_low_rank, enter
-from ...distributed.ops.overlap import as_rows, leaves_gradient, with_notes_of
+from ...distributed.ops.overlap import as_rows, leaves_gradient, take_factors, with_notes_of
 from ...models.module_kinds import PROJECTIONS
 from ...parallel.tensor.partial_gradients import as_read
 from ...plan.feature_plans import recomputed
@@ -167,10 +167,14 @@ def _factors(wrapper: Any) -> Factors | None:
     as_noted = _is_as_noted(wrapper.base_layer) and _is_as_noted(first) and _is_as_noted(second)
     if not as_noted:
         return None
-    a = as_read(first, "weight")
-    b = as_read(second, "weight")
+    tokens = take_factors(first)
+    if tokens is None:
+        a = as_read(first, "weight")
+        b = as_read(second, "weight")
+    else:
+        a, b = tokens.values
     if a is None or b is None or a.dtype != b.dtype:
         return None
     if isinstance(a, DTensor) or isinstance(b, DTensor):
         return None
-    return Factors(a, b, as_read(second, "bias"), scale)
+    return Factors(a, b, as_read(second, "bias"), scale, tokens)

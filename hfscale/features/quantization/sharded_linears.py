@@ -48,6 +48,8 @@ class ShardedLinear4bit(bnb.nn.Linear4bit):
         assert isinstance(encoding, FourBitEncoding)
         if not encoding.is_one_stream:
             return nn.functional.linear(x, read_quantized(self, "weight", x.dtype)[0], bias)
+        if encoding.decodes_rows_apart(x.device) and multiplies_values(x):
+            return nn.functional.linear(x, self._read(x.dtype), bias)
         weight, state = quantization_state(*split_row(self.weight, encoding), encoding)
         return bnb.matmul_4bit(x, weight, quant_state=state, bias=bias)
 

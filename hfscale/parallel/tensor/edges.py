@@ -10,7 +10,7 @@ stay between the edges. hfscale also simulates tensor ranks by threads, to test 
 unknown model. Threads and training processes install the same hooks, with different functions in their :class:`Edge`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -31,10 +31,12 @@ from ...distributed.ops.overlap import (
     enter_overlapped,
     multiplied_by,
     narrowed,
+    set_factors,
 )
 from ...models.module_kinds import PROJECTIONS, is_transposed
 from ...plan.cut import Cut
 from ...plan.modules import BlockPlan
+from .partial_gradients import as_read
 from .random import cut_region
 
 if TYPE_CHECKING:  # imported only with sequence parallelism
@@ -59,6 +61,8 @@ class Overlap:
         # only exact Linear and Conv1D classes: a subclass may compute something else
         self.columns: list[Any] = [module for module in columns if type(module) in PROJECTIONS]
         self._low_rank: dict[Any, Callable[[Tensor], Tensor]] = {}
+        self._factors: list[tuple[Any, Any]] = []  # modules of both factors, per adapter
+        self._given = False  # whether any adapter was given tokens in the latest pass
         self._waiting: dict[nn.Module, DeferredWeightGrad] = {}
         # gathers the latest input again in the backward pass; ``None`` without ``sequence_regather``
         self.gathered: Regather | None = None
@@ -71,8 +75,7 @@ class Overlap:
         If ``x`` is sharded along the sequence, ``stream`` all-gathers it; otherwise ``stream`` is ``None``.
         """
         self.gathered = None
-        if self._waiting:  # left by a pass that failed, or that did not run every projection
-            self._waiting = {}
+        self._forget()
         # torch's compiler overlaps collectives by itself, and cannot trace the state that is kept here.
         if torch.compiler.is_compiling():
             return _entered(x, self.group, stream)
@@ -101,10 +104,30 @@ class Overlap:
             (read(column.weight), is_transposed(column), multiplied_by(column)())
             for column, read in reads.items()
         ]
-        x, later = enter_overlapped(x, weights, reduce, gather, self.regather, agrees)
+        factors = self._trained_factors()
+        self._given = bool(factors)
+        x, later = enter_overlapped(x, weights, reduce, gather, self.regather, agrees, factors)
         self._waiting = dict(zip(reads, later, strict=True))
         self.gathered = later[0].regather if later else None
         return x
+
+    def _trained_factors(self) -> list[tuple[nn.Module, Any, Any]]:
+        return [
+            (first, as_read(first, "weight"), as_read(second, "weight"))
+            for first, second in self._factors
+            if torch.is_grad_enabled()
+            and first.weight.requires_grad
+            and second.weight.requires_grad
+        ]
+
+    def _forget(self) -> None:
+        """Forget what is left of a pass that failed, or that did not run every projection or adapter."""
+        if self._waiting:
+            self._waiting = {}
+        if self._given:
+            self._given = False
+            for first, _ in self._factors:
+                set_factors(first, None)
 
     @cached_property
     def _agrees(self) -> bool:
@@ -126,11 +149,15 @@ class Overlap:
             self._low_rank[low_rank] = read
             self._take_apart(low_rank)
 
+    def defer(self, factors: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+        """Compute the gradients of adapters' factors after starting the backward collective, if adapters take tokens.
+
+        ``factors`` are the modules of the first and the second factor of each adapter.
+        """
+        self._factors.extend(factors)
+
     def _start_sum(self, grad: Tensor) -> collectives.Started:
-        # A copy, because autograd may pass the same gradient tensor to another branch.
-        return collectives.start_all_reduce(
-            grad.clone(memory_format=torch.contiguous_format), self.group
-        )
+        return collectives.start_all_reduce(grad.contiguous(), self.group)
 
     def _take_apart(self, module: Any) -> None:
         forward = module.forward
@@ -195,7 +222,9 @@ def _entered_at_once(x: Tensor, gather: overlap.Start | None, reduce: overlap.St
     no computation.
     """
     enter = None if gather is None else lambda x: gather(x).result()
-    return collectives.apply_mapping(x, enter, lambda grad: reduce(grad).result())
+    return collectives.apply_mapping(
+        x, enter, lambda grad: reduce(grad).result(), overwrites=gather is None
+    )
 
 
 class _BlockEnds:

@@ -1,5 +1,6 @@
 """Projections whose weight gradients are computed while the gradient of their input is summed: plain linear layers."""
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +17,12 @@ from hfscale.distributed.ops.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from hfscale.distributed.ops.overlap import Products, column_parallel_linear, enter_overlapped
+from hfscale.distributed.ops.overlap import (
+    Products,
+    column_parallel_linear,
+    enter_overlapped,
+    take_factors,
+)
 from hfscale.parallel.pipeline.split import backward_of_input, backward_of_weights
 from hfscale.testing import RankPool
 
@@ -124,3 +130,16 @@ def test_each_half_of_a_backward_pass_makes_its_own_products(products: type[Prod
     assert (later[0].entry is not None) == products.agrees  # else each makes its own
     assert later[0].entry is None or not later[0].entry.left
     torch.testing.assert_close(given.grad, 2 * (weights[0] + weights[1]).sum(0).expand(3, IN))
+
+
+def test_a_copy_of_a_module_has_no_tokens() -> None:
+    """Those of a pass that did not take them hold a graph, which cannot be copied."""
+    module = torch.nn.Linear(2, 2)
+    weight = module.weight
+    given = (2 * values(0, 2, 2)).requires_grad_()
+    factors = [(module, weight, weight)]
+    enter_overlapped(given * 1, [], lambda grad: Started(None, grad.clone), factors=factors)
+    copied = copy.deepcopy(module)
+    assert take_factors(copied) is None
+    assert take_factors(module) is not None
+    assert take_factors(module) is None

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfscale.distributed.ops.vocab_cross_entropy import VocabularySlice, vocab_cross_entropy
 from hfscale.testing import RankPool
@@ -124,6 +125,35 @@ def test_a_slice_of_the_vocabulary_counts_only_its_own_targets() -> None:
     )
     own = torch.where(targets >= 4, logits.gather(1, targets[:, None]).squeeze(1), 0)
     torch.testing.assert_close(loss, (logits[:, 4:].logsumexp(-1) - own).sum())
+
+
+class Launched(TorchDispatchMode):
+    """The names of operators that are no views and do not only take memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aliases = [value.alias_info for value in func._schema.returns]
+        views = any(alias is not None and not alias.is_write for alias in aliases)
+        if not views and "empty" not in func._schema.name:
+            self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def exchanged() -> tuple[list[str], bool]:
+    terms = torch.arange(6.0).view(2, 3, 1) + 6 * dist.get_rank()
+    with Launched() as launched:
+        found = losses.gathered(terms, dist.group.WORLD)
+    return launched.names, torch.equal(found, torch.arange(12.0).view(2, 2, 3, 1))
+
+
+def test_terms_are_gathered_without_copies(pools: Callable[[int], RankPool]) -> None:
+    """One launch for each chunk of rows, whatever the number of ranks."""
+    for names, equal in pools(2).run(exchanged):
+        assert names == ["c10d::_allgather_base_"]
+        assert equal
 
 
 LENGTHS = (8, 5)

@@ -17,6 +17,7 @@ from hfscale.errors import ConfigError
 from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of
 
+from ...distributed.ops.pieces import as_on_gpus
 from .models import Layout, four_bits, load, save, stock, tokens, wide
 from .test_experts import LAYOUTS as EXPERT_LAYOUTS, mixture
 
@@ -97,6 +98,21 @@ def test_losses_do_not_depend_on_the_layout(
         every = pools(world).run(trained, path, LAYOUTS[layout], late, state)
     for losses in every:
         assert losses == pytest.approx(expected, rel=2e-5)
+
+
+def as_on_gpus_and_here(path: str) -> tuple[list[float], list[float], int]:
+    """Losses with each data rank's row dequantized by itself, and with all at once; and how many rows were."""
+    with as_on_gpus() as rows:
+        apart = trained(path, {"dp_shard_size": 2}, False, None)
+    return apart, trained(path, {"dp_shard_size": 2}, False, None), len(rows)
+
+
+def test_rows_of_data_ranks_are_dequantized_apart(pools: Pools, tmp_path: Path) -> None:
+    path = save(wide("llama"), tmp_path / "model")
+    for apart, at_once, rows in pools(2).run(as_on_gpus_and_here, path):
+        assert apart == at_once
+        # Two rows of seven projections in two layers, forward and backward; nothing needs the first three's input.
+        assert rows == STEPS * 2 * (2 * 2 * 7 - 3)
 
 
 @pytest.mark.daily("late")
