@@ -207,63 +207,59 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-def _holders(x: Any) -> tuple[int, ...]:
-    """Return the numbers of objects that hold a tensor, its memory and, if it is a view, the tensor that it views."""
+def _holders(x: Any, references: int) -> tuple[int, ...]:
+    """Return the numbers of objects that hold a tensor, its memory and, if it is a view, the tensor that it views;
+    ``references`` is the number of Python's references to a gradient, and 0 for an input.
+    """
     memory: int = torch._C._storage_Use_Count(x.untyped_storage()._cdata)
-    counts = (x._use_count(), memory)
+    counts = (references, x._use_count(), memory)
     base = x._base
     return counts if base is None else (*counts, base._use_count())
-
-
-def _holders_of_gradient(grads: tuple[Tensor, ...]) -> tuple[int, ...]:
-    return *_holders(grads[0]), sys.getrefcount(grads[0])
 
 
 class _Probe(torch.autograd.Function):
     """Count what holds an input and a gradient that autograd alone holds."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, inputs: set[Any], gradients: set[Any]) -> Tensor:
-        ctx.gradients = gradients
-        inputs.add(_holders(x))
+    def forward(ctx: Any, x: Tensor, counts: set[Any]) -> Tensor:
+        ctx.counts = counts
+        counts.add(_holders(x, 0))
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.gradients.add(_holders_of_gradient(grads))
-        return grads[0], None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.counts.add(_holders(grads[0], sys.getrefcount(grads[0])))
+        return grads[0], None
 
 
 @cache
-def _counts_of_unshared() -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
+def _counts_of_unshared() -> set[tuple[int, ...]]:
     """Return the counts of inputs and of gradients that nothing else holds. They depend on the versions of torch and
     Python, so they are measured: for results of products, and for views of such results.
     """
-    inputs, gradients = set[Any](), set[Any]()
+    counts = set[Any]()
     with without_dispatch_modes(), torch.enable_grad():
         x = torch.ones(2, 2, requires_grad=True)
         for shape in ((2, 2), (1, 2, 2)):
-            y = _Probe.apply((x @ torch.ones(2, 2)).view(shape), inputs, gradients)
+            y = _Probe.apply((x @ torch.ones(2, 2)).view(shape), counts)
             (y.view(2, 2) @ torch.ones(2, 2)).sum().backward()
-        y = _Probe.apply(x @ torch.ones(2, 2), inputs, gradients)
+        y = _Probe.apply(x @ torch.ones(2, 2), counts)
         (y @ torch.ones(2, 2)).sum().backward()
-    return inputs, gradients
+    return counts
 
 
-def is_unshared_input(x: Tensor) -> bool:
-    """Return whether the input of the running autograd function was computed for it alone: whether no tensor, graph or
-    hook other than the caller's own variables holds the input or its memory, so that it may be overwritten.
+def is_unshared(x: Tensor, references: int = 0) -> bool:
+    """Return whether nothing but the running autograd function holds ``x`` or its memory, so that it may be
+    overwritten.
+
+    Args:
+        x: in a ``forward``, its input; its caller's variables do not count. In a ``backward`` that has
+            ``once_differentiable`` and receives ``*grads``, the gradient ``grads[0]``, of which no variable is made.
+        references: ``sys.getrefcount(grads[0])`` for a gradient, 0 for an input.
     """
-    return x.grad_fn is not None and _holders(x) in _counts_of_unshared()[0]
-
-
-def is_unshared_gradient(grads: tuple[Tensor, ...]) -> bool:
-    """Return whether nothing else holds the gradient ``grads[0]`` or its memory, so that it may be overwritten.
-
-    Call this directly in a ``backward`` that has ``once_differentiable`` and receives ``*grads``.
-    """
-    return _holders_of_gradient(grads) in _counts_of_unshared()[1]
+    computed = references > 0 or x.grad_fn is not None
+    return computed and _holders(x, references) in _counts_of_unshared()
 
 
 def storage_key(held: Tensor | torch.UntypedStorage) -> int:

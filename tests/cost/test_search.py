@@ -204,7 +204,7 @@ def test_answers_where_nothing_fits() -> None:
         search(facts(), 4, tokens_per_step=2**20, max_memory=100 * 2**30)
     with pytest.raises(ConfigError, match="less than one sequence of 4,096"):
         search(facts(), 4, tokens_per_step=1000)
-    with pytest.raises(ConfigError, match="no layout of 11 GPUs fits"):
+    with pytest.raises(ConfigError, match="no layout of 11 GPUs can divide"):
         search(facts(), 11, tokens_per_step=8 * 4096)
     with pytest.raises(ConfigError, match="hardware='v100' is unknown"):
         search(facts(), 4, "v100", tokens_per_step=2**20)

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -40,8 +41,7 @@ from torch.nn import functional as F
 from ..._compat.torch import (
     copy_all,
     functional_collectives as functional,
-    is_unshared_gradient,
-    is_unshared_input,
+    is_unshared,
 )
 from ..processes import backend_of
 
@@ -155,9 +155,9 @@ def start_reduce_scatter(
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce (sum) ``x``, which must be contiguous; in place unless ``torch.compile`` traces."""
+    """All-reduce (sum) ``x`` in place, which must be contiguous; if ``torch.compile`` traces, return a new sum."""
     if torch.compiler.is_compiling():
-        return start_all_reduce(x, group).result()
+        return start_all_reduce(x.contiguous(), group).result()
     dist.all_reduce(x, group=group)
     return x
 
@@ -238,8 +238,9 @@ class _Mapping(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         # Autograd may pass the same gradient tensor to another branch. A variable here would count as a holder.
-        if ctx.overwrites and grads[0] is not None and not is_unshared_gradient(grads):
-            grads = (_copied(grads[0]),)
+        if ctx.overwrites and grads[0] is not None:
+            own = is_unshared(grads[0], getrefcount(grads[0])) and grads[0].is_contiguous()
+            grads = grads if own else (_copied(grads[0]),)
         of_gradient = ctx.of_gradient
         found = grads[0] if of_gradient is None else of_gradient(grads[0])
         return found, None, None, None, None
@@ -255,7 +256,8 @@ def apply_mapping(
     """Return ``forward(x)``, a new tensor or a view, with ``backward`` as the function of its gradient; save no tensor.
 
     Either function may be ``None``, which stands for the identity. With ``undefined``, ``backward`` receives ``None``
-    for a missing gradient; otherwise it receives zeros. With ``overwrites``, ``backward`` may write into the gradient: it receives a copy of a gradient that anything else holds.
+    for a missing gradient; otherwise it receives zeros. With ``overwrites``, ``backward`` may write into the gradient,
+    and receives a contiguous copy of a gradient that anything else holds, or that is not contiguous.
     """
     return _Mapping.apply(x, forward, backward, undefined, overwrites)
 
@@ -287,7 +289,7 @@ def copy_to_tp_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """
     if group is None:
         return x
-    return apply_mapping(x, None, partial(_sum_into, group=group), overwrites=True)
+    return apply_mapping(x, None, partial(all_reduce, group=group), overwrites=True)
 
 
 def reduce_from_tp_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -366,14 +368,10 @@ def _copied(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _sum_into(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return all_reduce(x.contiguous(), group)
-
-
 def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if torch.compiler.is_compiling():  # not in place
-        return all_reduce(x.contiguous(), group)
-    own = x.is_contiguous() and is_unshared_input(x)
+        return all_reduce(x, group)
+    own = x.is_contiguous() and is_unshared(x)
     return all_reduce(x.detach() if own else _copied(x), group)
 
 

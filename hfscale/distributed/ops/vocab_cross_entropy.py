@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .collectives import all_gather
 from .fused import fused, is_fused
 
 # Entries of a block of rows: few enough to stay in a CPU's cache, enough to use all of a GPU.
@@ -150,7 +149,9 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def gathered(terms: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather ``terms``, of any shape, over the ``t`` ranks of ``group`` into ``[t, ...]``."""
-    return all_gather(terms.unsqueeze(0), [1] * dist.get_world_size(group), 0, group)
+    every = terms.new_empty(dist.get_world_size(group), *terms.shape)
+    dist.all_gather_into_tensor(every.view(-1), terms.reshape(-1), group)
+    return every
 
 
 @fused

@@ -75,7 +75,8 @@ class Overlap:
         If ``x`` is sharded along the sequence, ``stream`` all-gathers it; otherwise ``stream`` is ``None``.
         """
         self.gathered = None
-        self._forget()
+        if self._waiting or self._given:
+            self._forget()
         # torch's compiler overlaps collectives by itself, and cannot trace the state that is kept here.
         if torch.compiler.is_compiling():
             return _entered(x, self.group, stream)
@@ -122,12 +123,10 @@ class Overlap:
 
     def _forget(self) -> None:
         """Forget what is left of a pass that failed, or that did not run every projection or adapter."""
-        if self._waiting:
-            self._waiting = {}
-        if self._given:
-            self._given = False
-            for first, _ in self._factors:
-                set_factors(first, None)
+        self._waiting = {}
+        self._given = False
+        for first, _ in self._factors:
+            set_factors(first, None)
 
     @cached_property
     def _agrees(self) -> bool:
