@@ -92,15 +92,7 @@ class Overlap:
             if stream is None and not autocast:
                 return collectives.copy_to_tp_region(x, self.group)
             return _entered_at_once(x, gather, reduce)
-        asked = {
-            **dict.fromkeys(self.columns, as_it_is),
-            **(self._low_rank if self.regather and stream else {}),
-        }
-        reads = {
-            column: read
-            for column, read in asked.items()
-            if torch.is_grad_enabled() and column.weight.requires_grad
-        }
+        reads = self._trained_columns(regathers=self.regather and stream is not None)
         weights = [
             (read(column.weight), is_transposed(column), multiplied_by(column)())
             for column, read in reads.items()
@@ -111,6 +103,17 @@ class Overlap:
         self._waiting = dict(zip(reads, later, strict=True))
         self.gathered = later[0].regather if later else None
         return x
+
+    def _trained_columns(self, regathers: bool) -> dict[Any, Callable[[Tensor], Tensor]]:
+        """Return the projections of the input whose weights train, and how each reads its weight; adapters' factors are
+        among them if the input is gathered again for their gradients (``regathers``).
+        """
+        asked = {**dict.fromkeys(self.columns, as_it_is), **(self._low_rank if regathers else {})}
+        return {
+            column: read
+            for column, read in asked.items()
+            if torch.is_grad_enabled() and column.weight.requires_grad
+        }
 
     def _trained_factors(self) -> list[tuple[nn.Module, Any, Any]]:
         return [
