@@ -157,7 +157,9 @@ def races(seed: int) -> Iterator[Races]:
         for name in (*_COLLECTIVES, "batch_isend_irecv")
         if hasattr(dist, name)
     }
-    aliases = {name: getattr(collectives, name) for name in ("_all_gather", "_reduce_scatter")}
+    aliases = {
+        name: getattr(collectives, name) for name in ("all_gather_single", "_reduce_scatter")
+    }
     for name in before.keys() & _COLLECTIVES.keys():
         setattr(dist, name, found.collective(name, before[name]))
     dist.batch_isend_irecv = found.point_to_point(before["batch_isend_irecv"])

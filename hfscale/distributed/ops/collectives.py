@@ -48,7 +48,7 @@ from ..processes import backend_of
 Map = Callable[[Tensor], Tensor]
 
 # torch 2.13 has renamed these functions, and warns about the old names.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # From this size on, gloo's all-gather takes longer than an all-to-all of the same bytes: over two ranks 1.1 against 0.9
 # ms for 1 MiB, and 0.40 against 0.27 ms for 256 KiB. gloo's all-reduce stays faster: 0.6 against 1.5 ms for 1 MiB.
@@ -110,7 +110,7 @@ def start_all_gather(
             async_op=True,
         )
     else:
-        work = _all_gather(pieces, x, group=group, async_op=True)
+        work = all_gather_single(pieces, x, group=group, async_op=True)
 
     def finish() -> Tensor:
         if in_place:

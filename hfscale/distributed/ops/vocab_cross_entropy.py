@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import collectives
 from .fused import fused, is_fused
 
 # Entries of a block of rows: few enough to stay in a CPU's cache, enough to use all of a GPU.
@@ -150,7 +151,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def gathered(terms: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather ``terms``, of any shape, over the ``t`` ranks of ``group`` into ``[t, ...]``."""
     every = terms.new_empty(dist.get_world_size(group), *terms.shape)
-    dist.all_gather_into_tensor(every.view(-1), terms.reshape(-1), group)
+    collectives.all_gather_single(every.view(-1), terms.reshape(-1), group)
     return every
 
 

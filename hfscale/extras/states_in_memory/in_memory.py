@@ -281,9 +281,9 @@ class StatesInMemory:
         return bool(mesh.all_gather_object(newer(on_disk))[0])
 
     def _check_room(self, here: int, before: int) -> None:
-        """Raise if this host's memory has no room for two states (one may exist already) and for a copy that is being
-        written. ``here`` and ``before`` are the bytes of the state on this host's ranks and on the previous host's
-        ranks.
+        """Raise if this host's memory has no room for two states, of which one may exist already, and for the new state
+        while it is written. A host keeps the state of its own ranks (``here`` bytes), and a copy of the state of the
+        ranks of the previous host (``before`` bytes); hosts form a ring.
         """
         there = sum(path.stat().st_size for path in self.directory.rglob("*"))
         needed = max(there, here + before) + 2 * here + before

@@ -90,7 +90,7 @@ def make_subject(model: Any, **changes: Any) -> Subject:
         if size > _LARGEST:
             raise Unproved(
                 f"a tiny copy of the model still has {size:,} parameters: the config's sizes have names that "
-                "hfscale.models.clone does not know"
+                "hfscale.models.clone does not know: write a blueprint for this family"
             )
         with aside(), torch.device("cpu"):
             clone = on_cpu(type(model), config, torch.float32).double().eval()
