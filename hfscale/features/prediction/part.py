@@ -183,7 +183,7 @@ class MultiTokenPrediction(Part):
         _: tuple[Any, ...],
         output: Any,
     ) -> Any:
-        """Append the hidden states of every prediction depth to the model's, along rows (forward hook of the text model)."""
+        """Append the hidden states of each prediction depth to the model's, along rows (a forward hook)."""
         if self._ids is None:
             return output
         states = [output.last_hidden_state]
