@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import (
     _composable_state as composable,
     _functional_collectives as functional_collectives,
@@ -236,10 +237,12 @@ class _Probe(torch.autograd.Function):
 @cache
 def _counts_of_unshared() -> set[tuple[int, ...]]:
     """Return the counts of inputs and of gradients that nothing else holds. They depend on the versions of torch and
-    Python, so they are measured: for results of products, and for views of such results.
+    Python, so they are measured: for results of products, and for views of such results. This happens in the middle of
+    a pass, whose hooks on saved tensors must not see the tensors of the measurement.
     """
     counts = set[Any]()
-    with without_dispatch_modes(), torch.enable_grad():
+    unseen = saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+    with without_dispatch_modes(), torch.enable_grad(), unseen:
         x = torch.ones(2, 2, requires_grad=True)
         for shape in ((2, 2), (1, 2, 2)):
             y = _Probe.apply((x @ torch.ones(2, 2)).view(shape), counts)
@@ -251,10 +254,10 @@ def _counts_of_unshared() -> set[tuple[int, ...]]:
 
 def is_unshared(x: Tensor, references: int = 0) -> bool:
     """Return whether nothing but the running autograd function holds ``x`` or its memory, so that it may be
-    overwritten.
+    overwritten: no graph, no other tensor and, for a gradient, no variable of Python's.
 
     Args:
-        x: in a ``forward``, its input; its caller's variables do not count. In a ``backward`` that has
+        x: in a ``forward``, its input; variables of Python's that hold it do not count. In a ``backward`` that has
             ``once_differentiable`` and receives ``*grads``, the gradient ``grads[0]``, of which no variable is made.
         references: ``sys.getrefcount(grads[0])`` for a gradient, 0 for an input.
     """

@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+
+from hfscale._compat import torch as module
 
 from .relied_on import relying
 
@@ -356,3 +359,20 @@ def test_tensors_are_copied_together() -> None:
         [whole[:, 0], whole[:, 2]], [torch.ones(2).double(), torch.full((2,), 2.0)]
     )
     assert whole.tolist() == [[1.0, 0.0, 2.0]] * 2
+
+
+def test_hooks_on_saved_tensors_do_not_see_how_holders_are_counted() -> None:
+    """The counts are measured in the first pass that asks, which may count what it saves."""
+    seen = list[Tensor]()
+
+    def saved(x: Tensor) -> Tensor:
+        seen.append(x)
+        return x
+
+    module._counts_of_unshared.cache_clear()
+    with saved_tensors_hooks(saved, saved):
+        assert not module.is_unshared(weight())
+        product = weight() @ weight().detach()
+    assert len(seen) == 1
+    del product
+    assert module._counts_of_unshared() is module._counts_of_unshared()

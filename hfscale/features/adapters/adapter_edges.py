@@ -166,7 +166,7 @@ def _install_overlap(
         apart.add(wrapper)
     elif runtime.options.fused_adapters and why_unfused(wrapper) is None:
         first, second = modules_in(wrapper, LORA_A), modules_in(wrapper, LORA_B)
-        overlap.defer(zip(first, second, strict=True))
+        overlap.defer(zip(first, second, strict=True), sums)
 
 
 def _keep_shares(wrapper: nn.Module, overlap: Overlap, sums: PartialSums) -> None:

@@ -238,7 +238,11 @@ def without_prompt(plan: Plan, peft_model: Any, batch: Batch) -> Batch:
     count = tokens_in_front(plan, peft_model)
     if not count or plan.lookup_shape is None:
         return batch
-    own = {name: batch[name][:, count:] for name in ("input_ids", *_FILLERS) if name in batch}
+    own = {
+        name: batch[name][:, count:]
+        for name in ("input_ids", *_FILLERS)
+        if batch.get(name) is not None
+    }
     ids = own["input_ids"]
     known = plan.lookup_shape[0]
     return {**batch, **own, "input_ids": torch.where(ids >= known, ids - count, ids)}

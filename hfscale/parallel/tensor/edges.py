@@ -36,7 +36,7 @@ from ...distributed.ops.overlap import (
 from ...models.module_kinds import PROJECTIONS, is_transposed
 from ...plan.cut import Cut
 from ...plan.modules import BlockPlan
-from .partial_gradients import as_read
+from .partial_gradients import PartialSums, as_read
 from .random import cut_region
 
 if TYPE_CHECKING:  # imported only with sequence parallelism
@@ -62,6 +62,7 @@ class Overlap:
         self.columns: list[Any] = [module for module in columns if type(module) in PROJECTIONS]
         self._low_rank: dict[Any, Callable[[Tensor], Tensor]] = {}
         self._factors: list[tuple[Any, Any]] = []  # modules of both factors, per adapter
+        self._sums: PartialSums | None = None  # of the factors' gradients
         self._given = False  # whether any adapter was given tokens in the latest pass
         self._waiting: dict[nn.Module, DeferredWeightGrad] = {}
         # gathers the latest input again in the backward pass; ``None`` without ``sequence_regather``
@@ -116,6 +117,8 @@ class Overlap:
         }
 
     def _trained_factors(self) -> list[tuple[nn.Module, Any, Any]]:
+        if self._sums is None or not self._sums.deferred:
+            return []
         return [
             (first, as_read(first, "weight"), as_read(second, "weight"))
             for first, second in self._factors
@@ -151,12 +154,16 @@ class Overlap:
             self._low_rank[low_rank] = read
             self._take_apart(low_rank)
 
-    def defer(self, factors: Iterable[tuple[nn.Module, nn.Module]]) -> None:
-        """Compute the gradients of adapters' factors after starting the backward collective, if adapters take tokens.
+    def defer(self, factors: Iterable[tuple[nn.Module, nn.Module]], sums: PartialSums) -> None:
+        """Compute the gradients of adapters' factors after starting the backward collective, if adapters take tokens,
+        in steps at whose end ``sums`` adds partial gradients.
 
-        ``factors`` are the modules of the first and the second factor of each adapter.
+        ``factors`` are the modules of the first and the second factor of each adapter. In a plain loop each factor's
+        gradient is summed in the backward pass. If only some ranks had hooks on adapters, which then take no tokens,
+        ranks would make these sums in different orders.
         """
         self._factors.extend(factors)
+        self._sums = sums
 
     def _start_sum(self, grad: Tensor) -> collectives.Started:
         return collectives.start_all_reduce(grad.contiguous(), self.group)

@@ -349,3 +349,37 @@ def test_a_compiled_model_writes_into_what_adapters_return() -> None:
         found.append([loss, *(x.grad for x in model.parameters() if x.grad is not None)])
     torch.compiler.reset()
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+def _norms_with_hooks(hooked: tuple[str, ...]) -> list[float]:
+    """Norms of factors' gradients in a plain loop, with a hook that does nothing on another factor on each rank."""
+    config = tiny("llama")
+    parallel = ParallelConfig(tp_size=2)
+    model = hfscale.from_config(config, parallel=parallel, dtype=torch.float64, seed=1)
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=2)
+    adapted = hfscale.get_peft_model(model, lora, seed=2).train()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.02)
+    for name, found in adapted.named_modules():
+        if hooked and name.endswith(hooked[torch.distributed.get_rank()]):
+            found.register_forward_hook(lambda *_: None)
+    ids = torch.arange(24).view(2, 12)
+    adapted(input_ids=ids, labels=ids).loss.backward()
+    named = adapted.named_parameters()
+    return [float(p.grad.norm()) for name, p in named if "lora_A" in name]
+
+
+@pytest.mark.parametrize(
+    "hooked",
+    [
+        ("1.self_attn.q_proj.lora_A.default", "1.self_attn.v_proj.lora_A.default"),
+        ("0.self_attn.q_proj.base_layer", "nothing"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:a hook on")
+def test_hooks_on_some_ranks_alone(pools: Pools, hooked: tuple[str, ...]) -> None:
+    expected = pools(2).run(_norms_with_hooks, ())
+    for found in pools(2).run(_norms_with_hooks, hooked):
+        assert found == pytest.approx(expected[0], rel=1e-12)

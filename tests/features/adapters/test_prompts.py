@@ -419,6 +419,20 @@ def test_what_cannot_be_right_is_refused(pools: Pools, tmp_path: Path) -> None:
         assert {name: words for name, words in found.items() if WORDS[name] not in words} == {}
 
 
+def _without_a_mask(start: str) -> float:
+    model = hfscale.from_pretrained(start, parallel=ParallelConfig(tp_size=2))
+    hfscale.get_peft_model(model, copy.deepcopy(KINDS["prompt"]))
+    ids = torch.arange(12).view(2, 6)
+    batch = {"input_ids": ids, "attention_mask": None, "labels": ids}
+    return float(hfscale.train_step(model, batch, loss_fn=lambda out, given: (out.logits.sum(), 1)))
+
+
+def test_a_loss_behind_a_prompt_takes_fields_that_are_none(pools: Pools, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path)
+    first, second = pools(2).run(_without_a_mask, str(tmp_path))
+    assert first == second
+
+
 def test_a_prefix_in_one_process_that_recomputes_is_refused() -> None:
     model = hfscale.from_config(tiny("llama"), memory=MemoryConfig(recompute="full"))
     assert WORDS["recompute"] in refusal_of(

@@ -14,6 +14,7 @@ from transformers import OlmoeConfig
 
 import hfscale
 from hfscale import ConfigError, ParallelConfig, RoutingConfig
+from hfscale.distributed.ops import collectives
 from hfscale.parallel.experts.router_functions import (
     gshard,
     noisy_topk,
@@ -344,20 +345,21 @@ def _collectives(options: dict[str, Any]) -> list[str]:
     model = _model(RoutingConfig(**options), ParallelConfig(ep_size=2))
     batch = _microbatches()[hfscale.batch_rank(model)]
     called: list[str] = []
-    kept = {name: getattr(dist, name) for name in ("all_to_all_single", "all_gather", "all_reduce")}
+    places = {"all_to_all_single": dist, "all_gather_single": collectives, "all_reduce": dist}
+    kept = {name: getattr(place, name) for name, place in places.items()}
     for name, function in kept.items():
 
         def counted(*args: Any, _name: str = name, _function: Any = function, **kwargs: Any) -> Any:
             called.append(_name)
             return _function(*args, **kwargs)
 
-        setattr(dist, name, counted)
+        setattr(places[name], name, counted)
     try:
         with torch.no_grad():
             model(**batch)
     finally:
         for name, function in kept.items():
-            setattr(dist, name, function)
+            setattr(places[name], name, function)
     return called
 
 
@@ -365,10 +367,7 @@ def test_slots_exchange_no_counts(pools: Any) -> None:
     fixed = pools(2).run(_collectives, {"capacity_factor": 1.0})[0]
     counted = pools(2).run(_collectives, {})[0]
     # Shapes of batches once a pass; rows there and back.
-    assert fixed == [
-        "all_gather",
-        *["all_to_all_single"] * 4,
-    ]
+    assert fixed == ["all_gather_single", *["all_to_all_single"] * 4]
     assert counted.count("all_to_all_single") == 6
 
 

@@ -205,9 +205,15 @@ def backward_order(
         path, parallel=ParallelConfig(tp_size=2, **layout), peft_config=LORA if adapters else None
     ).train()
     ids = torch.arange(3 * tokens).view(3, tokens)
+    log = Log()
+    alone = torch.autograd.set_multithreading_enabled(False)
+    if adapters:  # in a plain loop, adapters compute nothing later
+        with overlapped_from(size), log, alone:
+            hfscale.train_step(model, {"input_ids": ids, "labels": ids})
+        return log.events
     with overlapped_from(size):
         loss = model(input_ids=ids, labels=ids).loss
-    with Log() as log, torch.autograd.set_multithreading_enabled(False):
+    with log, alone:
         loss.backward()
     return log.events
 
@@ -244,7 +250,7 @@ def test_the_collective_of_a_frozen_block_runs_under_its_adapters(
         for events in pools(2).run(backward_order, str(tmp_path), size=size, adapters=True):
             starts = [index for index, event in enumerate(events) if event == "allreduce"]
             behind = [
-                list(takewhile(lambda event: event != "allreduce", events[start + 1 :]))
+                list(takewhile(lambda event: isinstance(event, tuple), events[start + 1 :]))
                 for start in starts
             ]
             for factors in (of_mlp, of_attention):
