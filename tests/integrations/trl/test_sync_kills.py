@@ -52,7 +52,14 @@ def killed(path: str, layout: dict[str, int], at: str, out: Path) -> None:
                 path, dtype=torch.float32, parallel=ParallelConfig(**layout)
             )
             arguments = {**SERVER, "bf16": False, "use_cpu": True, "report_to": [], "beta": 0.0}
-            config = trl.GRPOConfig(str(out.parent), per_device_train_batch_size=4, **arguments)
+            # Stages take each of a step's batches as a microbatch.
+            batches = 4 if "pp_size" in layout else 1
+            config = trl.GRPOConfig(
+                str(out.parent),
+                per_device_train_batch_size=4 // batches,
+                gradient_accumulation_steps=batches,
+                **arguments,
+            )
             prompts = rows(path, "prompt", 1)
             words = PreTrainedTokenizerFast.from_pretrained(path)
             trainer = hfscale.trl.GRPOTrainer(
