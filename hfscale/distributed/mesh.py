@@ -55,7 +55,7 @@ class Mesh:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first one of every axis, which writes files and logs for all ranks."""
+        """Return whether this rank is the first one of every axis, which writes files and logs for all ranks."""
         return not any(self.ranks.values())
 
     @property

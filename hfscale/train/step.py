@@ -90,9 +90,7 @@ def train_step(
     signals = None if teacher is None else teacher.signals(batch)
     microbatches, num_labels = prepare(runtime, batch, train=True, routes=routes)
     divisors = [num_labels] * len(microbatches)
-    if num_items_in_batch is not None:
-        divisors = _divisors(num_labels, num_items_in_batch, len(microbatches))
-    objective = _objective(runtime, divisors, label_smoothing, teacher, signals)
+    objective = _objective(runtime, divisors, num_items_in_batch, label_smoothing, teacher, signals)
     with runtime.around(Part.around_step, microbatches, True):
         return runtime.executor.run(model, microbatches, objective, backward=True)
 
@@ -213,9 +211,9 @@ def eval_step(
         signals = None if teacher is None else teacher.signals(batch)
         microbatches, num_labels = prepare(runtime, batch, train=False)
         divisors = [num_labels] * len(microbatches)
-        if num_items_in_batch is not None:
-            divisors = _divisors(num_labels, num_items_in_batch, len(microbatches))
-        objective = _objective(runtime, divisors, label_smoothing, teacher, signals)
+        objective = _objective(
+            runtime, divisors, num_items_in_batch, label_smoothing, teacher, signals
+        )
         objective = objective if kept is None else kept.recording(objective)
         loss = runtime.run_step(model, microbatches, objective, backward=False)
     if kept is None:
@@ -264,14 +262,18 @@ def _divisor(asked: Any, count: Tensor, alone: bool) -> Tensor:
 
 def _objective(
     runtime: Runtime,
-    divisors: Sequence[Tensor],
+    divisors: list[Tensor],
+    num_items_in_batch: float | Sequence[float] | None,
     label_smoothing: float,
     teacher: "ModelTeacher | None",
     signals: Any,
 ) -> Objective:
     """Return the loss computation of a step: for each microbatch, the sum over its labels of the model's loss, or of
-    the divergence from a teacher, divided by the microbatch's divisor.
+    the divergence from a teacher, divided by the microbatch's divisor. ``divisors`` are the number of the step's labels
+    for each microbatch; ``num_items_in_batch`` takes their place.
     """
+    if num_items_in_batch is not None:
+        divisors = _divisors(divisors[0], num_items_in_batch, len(divisors))
     if teacher is not None:
         return teacher.objective(signals, divisors)
     loss = runtime.loss

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.torch import tree_leaves
-from .._compat.transformers.classes import class_name, forward_arguments, stock_class
+from .._compat.transformers.classes import class_name
 from ..config.parallel import UNCUT_SEQUENCES
 from ..distributed.ops.token_scores import TokenScores
 from ..errors import ConfigError, check_number
@@ -279,7 +279,7 @@ class UserLoss:
         self._kept = kept
         self._given: Sequence[Microbatch] = ()
         self._counts: list[Tensor] = []
-        forward, takes_more = forward_arguments(stock_class(runtime.model).forward)
+        forward, takes_more = runtime.forward_arguments
         self._taken = {ROUTES, *forward, *(LENGTHS if takes_more else ())} - set(_LABELS)
 
     def run(
@@ -353,7 +353,8 @@ class UserLoss:
         adapters = self._runtime.adapters
         if adapters is None:
             return given
-        return given.like(adapters.without_prompt(self._runtime, given))
+        own = adapters.without_prompt(self._runtime, given)
+        return given if own is given else given.like(own)
 
     def _read(self, found: Any) -> tuple[Tensor | None, Tensor | float]:
         """Check what ``loss_fn`` returned, and return its sum and its count. A sum that is the number 0 is returned as

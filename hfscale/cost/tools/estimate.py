@@ -89,8 +89,8 @@ class Estimate:
 
     @property
     def verdict(self) -> str:
-        """Whether the fullest rank fits into the hardware's memory: ``fits``, ``tight`` (the allocator will be short of
-        memory, and so slow) or ``does not fit``.
+        """Tell whether the fullest rank fits into the hardware's memory: ``fits``, ``tight`` (the allocator will be
+        short of memory, and so slow) or ``does not fit``.
         """
         return self.hardware.verdict(self.needed, self.likely)
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ..._compat.torch import gradients_asked, version_of
-from .overlap import Factors as Tokens
+from .overlap import FactorTokens
 from .shared_casts import autocast_dtype, autocasted, autocasted_weight
 from .thin_products import add_from_thin, from_thin, thin_gradient, to_thin, with_from_thin
 
@@ -87,7 +87,7 @@ class Factors:
     b: Tensor  # [out, r]
     bias: Tensor | None  # [out], added after ``b``
     scale: float
-    tokens: Tokens | None = (
+    tokens: FactorTokens | None = (
         None  # set if ``a`` and ``b`` are tokens, whose gradients are computed later
     )
 
@@ -115,7 +115,7 @@ class _AddLowRank(torch.autograd.Function):
         bias: Tensor | None,
         scale: float,
         term: Term | None,
-        tokens: Tokens | None,
+        tokens: FactorTokens | None,
     ) -> Tensor:
         ctx.types = x.dtype, a.dtype
         ctx.tokens = tokens
@@ -162,7 +162,7 @@ class _AddLowRank(torch.autograd.Function):
 
 
 def _now_or_later(
-    tokens: Tokens | None, number: int, dtype: torch.dtype, compute: Callable[[], Tensor]
+    tokens: FactorTokens | None, number: int, dtype: torch.dtype, compute: Callable[[], Tensor]
 ) -> Tensor | None:
     """Return the gradient of factor ``number``; if it is a token, leave the computation for later."""
     if tokens is None:

@@ -236,9 +236,7 @@ class DeferredWeightGrad:
         self.operands: tuple[Tensor | None, Tensor] | None = None
         # the weight in the form that :func:`column_parallel_linear` must use, exactly once
         to_weight = partial(self._gradient, dtype=weight.dtype)
-        self.token = apply_mapping(
-            weight, lambda weight: weight.view_as(weight), to_weight, undefined=True
-        )
+        self.token = apply_mapping(weight, None, to_weight, undefined=True)
 
     def _gradient(self, _: None, dtype: torch.dtype) -> Tensor:
         assert self.operands is not None  # the projection's own backward node runs before this one
@@ -286,7 +284,7 @@ class _Tokens(torch.autograd.Function):
 
 
 @dataclass
-class Factors:
+class FactorTokens:
     """Stand for an adapter's factors in one pass: values to compute with, whose gradients may be computed later."""
 
     values: tuple[Tensor, Tensor]
@@ -298,7 +296,7 @@ class Factors:
         return type(None), ()
 
 
-def set_factors(module: nn.Module, factors: Factors | None) -> None:
+def set_factors(module: nn.Module, factors: FactorTokens | None) -> None:
     """Set what :func:`take_factors` returns."""
     module.__dict__[_FACTORS] = factors
 
@@ -310,12 +308,12 @@ def _give_tokens(factors: Sequence[tuple[nn.Module, Tensor, Tensor]]) -> None:
     tokens = gradients.tokens_of([each for _, *pair in factors for each in pair])
     for number, (module, *_) in enumerate(factors):
         first, second = tokens[2 * number : 2 * number + 2]
-        set_factors(module, Factors((first, second), 2 * number, gradients))
+        set_factors(module, FactorTokens((first, second), 2 * number, gradients))
 
 
-def take_factors(module: nn.Module) -> Factors | None:
+def take_factors(module: nn.Module) -> FactorTokens | None:
     """Return the factors that were set for the first factor's ``module``, once; ``None`` if none were set."""
-    found: Factors | None = module.__dict__.pop(_FACTORS, None)
+    found: FactorTokens | None = module.__dict__.pop(_FACTORS, None)
     return found
 
 
@@ -330,7 +328,6 @@ class _ColumnParallelLinear(torch.autograd.Function):
         later: Any,
     ) -> Tensor:
         ctx.later = later
-        ctx.dtype = token.dtype
         weight = later.products.kept(token)
         kept = x if own is None else own
         ctx.save_for_backward(weight, kept if ctx.needs_input_grad[1] else None)
@@ -397,14 +394,14 @@ def enter_overlapped(
     def launch(by_others: Any) -> None:  # the `await` node returns the gradient
         flight.append(reduce(by_others if entry is None else entry.to_input(by_others)))
 
-    x = apply_mapping(x, lambda x: x.view_as(x), lambda _: flight.pop().result(), undefined=True)
+    x = apply_mapping(x, None, lambda _: flight.pop().result(), undefined=True)
     own = x.detach() if regather and gather is not None else None
     # Made before the launch node: autograd runs the ready node that was created last, so these run after the launch.
     later = [DeferredWeightGrad(*each, own) for each in weights]
     _give_tokens(factors)
     whole = apply_mapping(
         x,
-        lambda x: x.view_as(x) if gather is None else gather(x).result(),
+        None if gather is None else lambda x: gather(x).result(),
         launch,
         undefined=agrees,
         overwrites=gather is None or agrees,

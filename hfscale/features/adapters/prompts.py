@@ -118,16 +118,17 @@ def first_prompt(
     config = whole.peft_config[name]
     given: list[Any] = [config]
     if hasattr(config, "prompt_tuning_init"):
-        base = plan.by_name[f"{plan.lookup}.weight"]
+        lookup = str(plan.lookup)
+        base = plan.by_name[f"{lookup}.weight"]
         # On a stage without the token embedding the table has no values; another stage then holds the prompt.
-        table = copy.deepcopy(whole.get_base_model().get_submodule(plan.lookup))
+        table = copy.deepcopy(whole.get_base_model().get_submodule(lookup))
         starts_as_rows = config.prompt_tuning_init != "RANDOM"
         if starts_as_rows and plan.is_local(mesh.pp_rank, base.name):
             share = shares[base.tied_to or base.name].contiguous()
             rows = gather_full(share, base.shape, base.cuts, mesh).cpu()
             table.weight = nn.Parameter(rows, requires_grad=False)
             # Some families scale rows inside of this module, by a buffer that no checkpoint holds.
-            for key, buffer in module_at(model, str(plan.lookup)).named_buffers():
+            for key, buffer in module_at(model, lookup).named_buffers():
                 put_buffer(table, key, buffer.cpu())
         given.append(table)
     drawn = _encoder_class(config)(*given)

@@ -154,8 +154,8 @@ as pairs. (A tensor with one number per row of an earlier matrix is kept exact.)
 """
 
 Kept = tuple[LayerPass, Stored | Tensor, tuple[torch.Size, tuple[int, ...]] | None]
-"""What a saved-tensor hook keeps: the layer's forward pass; the stored or unchanged tensor; and size and stride of the
-saved tensor if it is stored flat, otherwise ``None``.
+"""Describes what a saved-tensor hook keeps: the layer's forward pass; the stored or unchanged tensor; and the saved
+tensor's size and stride if it is stored flat, otherwise ``None``.
 """
 
 

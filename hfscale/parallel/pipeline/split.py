@@ -19,8 +19,8 @@ from ..._compat.torch_pipelining import stage_backward_input, stage_backward_wei
 from ...distributed.ops.head_cross_entropy import each_gradient_once
 
 Split = list[dict[str, Any]]
-"""What the first half of a backward pass leaves for the second: groups of weights, each with the graph nodes next to
-the weights and the nodes' gradients.
+"""Describes what the first half of a backward pass leaves for the second: groups of weights, each with the graph nodes
+next to the weights and the nodes' gradients.
 """
 
 

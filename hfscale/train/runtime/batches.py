@@ -45,7 +45,7 @@ _PLAIN = {
 _PLAIN |= {*LENGTHS, ROUTES}
 _SEPARATE_DOCUMENTS = {"attention_mask", "position_ids"}  # arguments that may do so within a row
 in_prepared_pass: ContextVar[bool] = ContextVar("prepared_pass", default=False)
-"""Whether the model is called by a step of hfscale for a microbatch, and not by a user's own loop."""
+"""Tells whether a step of hfscale calls the model for a microbatch, and not a user's own loop."""
 
 
 class Counts(NamedTuple):

@@ -17,6 +17,7 @@ import hfscale
 from hfscale import ParallelConfig
 from hfscale.testing import RankPool
 
+from ...layouts import named
 from ...sweeps import cases
 from ...tiny_models import tiny
 from ..quantization.models import four_bits, load, save
@@ -27,15 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*`past_key_values`:FutureWarning"),
 ]
 Pools = Callable[[int], RankPool]
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": {"tp_size": 2},
-    "sp2": {"tp_size": 2, "sequence_parallel": True},
-    "shard2": {"dp_shard_size": 2},
-    "replicate2": {"dp_replicate_size": 2},
-    "pp2": {"pp_size": 2},
-    "cp2": {"cp_size": 2},
-    "ep2": {"ep_size": 2},
-}
+LAYOUTS = named("tp2", "sequence", "shard2", "replicate2", "1f1b", "cp2", "ep2")
 STEP_ROWS = 4  # rows of one step, over all ranks
 
 
@@ -105,7 +98,7 @@ def _by_accelerate(
             for accumulation in (1, 2)
             if layout != "ep2" and (kind, layout) != ("prefix", "cp2")
         ],
-        daily=[("prompt", "cp2", 2), ("encoder", "shard2", 1), ("prefix", "sp2", 2)],
+        daily=[("prompt", "cp2", 2), ("encoder", "shard2", 1), ("prefix", "sequence", 2)],
     ),
 )
 def test_accelerate(
