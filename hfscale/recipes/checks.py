@@ -178,13 +178,15 @@ def _check_texts(recipe: FinetuneRecipe, data: DataRecipe) -> None:
     fitting = (
         ("chat", "completion", "prompts") if recipe.generates else ("text", "chat", "completion")
     )
-    if (recipe.generates or recipe.distils) and (
-        data.format not in fitting or data.images_column is not None
-    ):
+    purpose = "generate from" if recipe.generates else "learn from a teacher"
+    if (recipe.generates or recipe.distils) and data.images_column is not None:
         raise RecipeError(
-            f"data.format={data.format} must have texts without pictures to "
-            f"{'generate from' if recipe.generates else 'learn from a teacher'}: use {' or '.join(fitting)}, and leave "
-            "data.images_column out"
+            f"data must be texts without pictures to {purpose}, got data.images_column={data.images_column!r}: leave "
+            "it out"
+        )
+    if (recipe.generates or recipe.distils) and data.format not in fitting:
+        raise RecipeError(
+            f"data.format must be {' or '.join(fitting)} to {purpose}, got {data.format}: use one of them"
         )
     if data.format == "prompts" and not recipe.generates:
         raise RecipeError(

@@ -185,11 +185,15 @@ def test_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"trl": {"beta": 0.1}}, "without rewards and teacher.base no text is"),
         (
             {"rewards": ["f1"]},
-            "data.format=text must have texts without pictures to generate from: use chat or",
+            "data.format must be chat or completion or prompts to generate from, got text",
         ),
         (
             {"teacher": {"base": "a"}, "data": {"format": "pairs"}},
-            "to learn from a teacher: use text or chat",
+            "data.format must be text or chat or completion to learn from a teacher, got pairs",
+        ),
+        (
+            {"teacher": {"base": "a"}, "data": {"format": "chat", "images_column": "images"}},
+            "to learn from a teacher, got data.images_column='images': leave it out",
         ),
         ({"data": {"format": "prompts"}}, "give rewards"),
         (

@@ -176,13 +176,11 @@ def _header(file: FileIO) -> tuple[dict[str, Any], int]:
     end = 0
     for entry in sorted(entries, key=lambda entry: entry["data_offsets"]):
         start, stop = entry["data_offsets"]
-        if (
-            start != end
-            or stop < start
-            or type(start) is not int
-            or type(stop) is not int
-            or not {"dtype", "shape"} <= entry.keys()
-        ):
+        if not {"dtype", "shape"} <= entry.keys():
+            raise ValueError(
+                f"its header gives the tensor in bytes {start} to {stop} no dtype or no shape"
+            )
+        if start != end or stop < start or type(start) is not int or type(stop) is not int:
             raise ValueError(
                 f"its header places a tensor in bytes {start} to {stop}, but the previous tensor ends at byte {end}"
             )

@@ -271,9 +271,13 @@ def _check_places(entries: Mapping[str, _Entry], size: int, alignment: int) -> N
     """Raise ValueError if the bytes of two tensors overlap, or lie outside the ``size`` bytes of data."""
     placed = sorted((each.begin, each.begin + each.size, name) for name, each in entries.items())
     for begin, end, name in placed:
-        if begin % alignment or end > size:
+        if end > size:
             raise ValueError(
                 f"the bytes {begin} to {end} of {name} are not inside the {size} bytes of data"
+            )
+        if begin % alignment:
+            raise ValueError(
+                f"the bytes of {name} begin at {begin}, which is no multiple of the file's alignment, {alignment}"
             )
     for (_, end, first), (begin, _, second) in pairwise(placed):
         if begin < end:

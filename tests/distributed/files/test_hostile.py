@@ -68,6 +68,11 @@ def test_headers(tmp_path: Path, kind: str) -> None:
     refused(written(tmp_path / "m.safetensors", *HEADERS[kind]))
 
 
+def test_an_entry_without_a_shape(tmp_path: Path) -> None:
+    header = b'{"a":{%s,"data_offsets":[0,4]}}'
+    assert "no dtype or no shape" in refused(written(tmp_path / "m.safetensors", header, 4))
+
+
 @pytest.mark.parametrize("length", [0, 1, 1 << 20, 1 << 62, (1 << 64) - 1])
 def test_lengths_of_headers(tmp_path: Path, length: int) -> None:
     refused(written(tmp_path / "m.safetensors", b"{}", 8, length))

@@ -70,7 +70,7 @@ def test_a_csv_is_a_schedule(tmp_path: Path) -> None:
         ("0F0,0I0\n", r"needs one F and either one B, or one I and one W"),
         ("0F0,0B0\n0F1,0B1\n", "stage 0 is on rank 0 and on rank 1"),
         ("0F0,0B0,2F0,2B0\n", r"stages \[0, 2\]"),
-        ("0F0,0B0,0B1\n", r"0B1|\(0, 'backward', 1\) .* has no forward"),
+        ("0F0,0B0,0B1\n", r"\(0, 'backward', 1\) .* has no forward"),
         ("0F0,0B0\n1F0,1B0,2F0,2B0\n", "3 stages do not divide evenly over 2 ranks"),
         ("0B0,0F0\n", "would deadlock"),
     ],
