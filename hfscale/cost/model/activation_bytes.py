@@ -275,11 +275,10 @@ def layers_held(plan: Plan, situation: Situation) -> list[LayerHeld]:
             whole = _layer(plan, name, plain, situation)
             if compressed(plan) is None:
                 held_layers.append(LayerHeld(name, whole, in_flight, whole.kept - whole.as_input))
-            else:  # recomputed layers keep unrounded values and a copy of the input
+            else:  # recomputed layers keep unrounded values and a copy of the input; gradients are unrounded
                 held = _layer(plan, name, replace(plain, kept=BYTES), situation)
-                held_layers.append(
-                    LayerHeld(name, replace(held, again=whole.again), in_flight, whole.kept)
-                )
+                exact = replace(held, again=whole.again, passing=whole.passing)
+                held_layers.append(LayerHeld(name, exact, in_flight, whole.kept))
     return held_layers
 
 
