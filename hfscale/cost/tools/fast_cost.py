@@ -308,8 +308,8 @@ class FastCost:
         stages = stage_seconds(places, self._seconds(job))
         # In zbv, ranks wait only for a forward pass of half of a rank's layers.
         parts = 6 if candidate.schedule == "zbv" else None
+        layer = self._layer_bytes(job)
         if candidate.offload:
-            layer = self._layer_bytes(job)
             layers = max(place.layers for place in places)
             one = layer.stream if job.recompute else layer.kept
             activations = 2 * job.tokens * job.microbatches * layers * one
@@ -320,7 +320,13 @@ class FastCost:
         time = step_time(
             stages, weights, job, self.machine, self.constants, experts=experts, parts=parts
         )
-        held = (self._bytes(candidate, rank, place) for rank, place in enumerate(places))
+        in_flight = in_flight_of_ranks(
+            candidate.schedule, job.layout.pp, job.microbatches, job.virtual
+        )
+        held = (
+            self._bytes(candidate, place, layer, count / job.virtual * place.layers)
+            for place, count in zip(places, in_flight, strict=True)
+        )
         states, activations, needed = max(held, key=lambda rank: rank[2])
         return CandidateCost(
             candidate, time.total, needed, likely_bytes(needed, activations), states, activations
@@ -391,18 +397,18 @@ class FastCost:
     def _bytes(
         self,
         c: Candidate,
-        rank: int,
         place: Place,
+        layer: LayerBytes,
+        held: float,
     ) -> tuple[float, float, float]:
         """Return three numbers of bytes of one pipeline rank: weights, gradients and optimizer state; activations; and
-        all bytes that the rank needs at its peak.
+        all bytes that the rank needs at its peak. ``held`` counts the activations that wait at once: of one ``layer``
+        and microbatch each.
         """
         summary = self.summary
         shape = self.summary.shape
         job = c.job
-        layers = place.layers
         tp = job.layout.tp
-        pp = job.layout.pp
         on_host = (
             summary.states
             if "parameters" in c.offload
@@ -410,13 +416,8 @@ class FastCost:
             if "optimizer" in c.offload
             else 0.0
         )
-        states = (summary.states - on_host) * job.shard_of(place.weights, place.expert_weights)
-        layer = self._layer_bytes(job)
-        held = (
-            in_flight_of_ranks(c.schedule, pp, job.microbatches, job.virtual)[rank]
-            / job.virtual
-            * layers
-        )
+        entries = job.shard_of(place.weights, place.expert_weights)
+        states = (summary.states - on_host) * entries
         held = min(held, 2) if "activations" in c.offload else held
         one = job.tokens * (layer.stream if job.recompute else layer.kept)
         behind = job.tokens * layer.stream
@@ -440,9 +441,7 @@ class FastCost:
         gradients = 0.0
         # With one microbatch, gradients are created while activations are freed.
         if job.microbatches == 1 and "parameters" not in c.offload:
-            gradients = (
-                job.gradient_bytes * job.trained * job.shard_of(place.weights, place.expert_weights)
-            )
+            gradients = job.gradient_bytes * job.trained * entries
         first = one * min(held, 2 if "activations" in c.offload else 1) + running
         most = most_at_once(one * held, behind + loss, running, first, gradients)
         needed = states - gradients + most + gathered + exchanged + OVERHEAD
