@@ -143,7 +143,7 @@ def _kept(
     and two tensor-parallel ranks. ``ways`` are plans of one process that recompute activations differently.
     """
     plan, spec = ways["none"]
-    data = {"dp_shard_size": 2}
+    data: dict[str, Any] = {"dp_shard_size": 2}
     places = {"data": data, "alone": data, "spread": data}
     if spec.mixed_precision != "no":
         places["alone"] = {}
@@ -152,7 +152,7 @@ def _kept(
 
     def seen(plan: Plan, spec: RunSpec, sizes: dict[str, Any]) -> Kept:
         one, two = (
-            measured_layers(plan, spec, situation.tokens, 2, ParallelConfig(**sizes, **more))
+            measured_layers(plan, spec, situation.tokens, 2, ParallelConfig(**{**sizes, **more}))
             for more in ({}, {"tp_size": 2, "sequence_parallel": True})
         )
         computed = types if sizes else types_of(plan, spec.mixed_precision)
