@@ -115,7 +115,7 @@ def explain(
             summary.shape.hidden, summary.heads, sequence, batch, tp
         ).items()
     }
-    own = layers * summary.kept.cut * sequence * batch
+    own = layers * summary.kept["data", "none"].cut * sequence * batch
     of_class = (
         f"{summary.family} in hfscale",
         own,

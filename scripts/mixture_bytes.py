@@ -40,7 +40,7 @@ def rows(tokens: int) -> list[tuple[str, float, float, float, float]]:
     found = []
     for name, config in MODELS.items():
         given: dict[str, Any] = {"dtype": torch.bfloat16, "sequence": tokens}
-        kept = summarize(config, **given).kept_alone
+        kept = summarize(config, **given).kept
         shape = shape_of(config)
         experts = max(1, shape.routed)
         sent = experts * (2 * shape.hidden if shape.experts else 0)
@@ -48,9 +48,9 @@ def rows(tokens: int) -> list[tuple[str, float, float, float, float]]:
             4 * shape.hidden + 2 * shape.queries + 2 * shape.keys + sent + 3 * experts * shape.ffn
         )
         again = 2 * shape.hidden + experts * (shape.hidden * bool(shape.experts) + shape.ffn)
-        lean = kept.ways["elementwise"].cut
+        whole, lean = (kept["alone", way].cut for way in ("none", "elementwise"))
         found.append(
-            (name, kept.cut / 1024, lean / 1024, 2 * formula / 1024, 2 * (formula - again) / 1024)
+            (name, whole / 1024, lean / 1024, 2 * formula / 1024, 2 * (formula - again) / 1024)
         )
     return found
 

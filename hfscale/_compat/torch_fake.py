@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -221,10 +221,10 @@ class _Casts(TorchFunctionMode):
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Return whether a tensor is a trained weight, or a view of one."""
+    """Return whether a tensor is a weight, trained or frozen, or a view of one."""
     base = base_of(tensor)
     weight = tensor if base is None else base
-    return weight.is_leaf and weight.requires_grad
+    return weight.is_leaf and (weight.requires_grad or isinstance(weight, nn.Parameter))
 
 
 @contextmanager

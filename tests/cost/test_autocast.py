@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from hfscale._compat.torch import storage_key
@@ -47,9 +47,10 @@ def test_gpus_widen_more() -> None:
             assert found == (WIDE if name in WIDENED_ON_GPUS else NARROW), name
 
 
-def test_copies_of_weights_are_told() -> None:
+@pytest.mark.parametrize("trains", [True, False])
+def test_copies_of_weights_are_told(trains: bool) -> None:
     """One of each for a pass, and one for each use of a view; none of anything else, nor outside."""
-    weight = torch.ones(4, 4, device="meta", requires_grad=True)
+    weight = nn.Parameter(torch.ones(4, 4, device="meta"), requires_grad=trains)
     with autocast_on_meta("cuda") as copies:
         with torch.autocast("meta", dtype=torch.float16):
             out = functional.linear(functional.linear(weight.detach() * 2, weight), weight)

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import Llama4TextConfig, LlamaConfig, MambaConfig, MixtralConfig, PreTrainedConfig
+from transformers import (
+    GPT2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+)
 
 import hfscale
 from hfscale import ConfigError, MemoryConfig, ParallelConfig
@@ -52,6 +59,25 @@ def test_a_llama_over_three_axes(capsys: pytest.CaptureFixture[str], tmp_path: P
     argv = f"{tmp_path} --tp 2 --pp 4 --dp-shard 8 --sequence-parallel --microbatches 16 --dtype bfloat16 --json"
     assert main(["estimate", *argv.split()]) == 0
     assert json.loads(capsys.readouterr().out) == data
+
+
+@pytest.mark.parametrize("mixed", ["no", "bf16"])
+def test_what_is_copied_to_the_host_is_what_measured_layers_keep(mixed: str) -> None:
+    """Its seconds are those of the bytes that memory counts, of the same layers in the same precision."""
+    found = hfscale.estimate(
+        GPT2Config(n_embd=1024, n_layer=4, n_head=16, vocab_size=60000),
+        num_microbatches=3,
+        batch_size=32,
+        sequence_length=1024,
+        mixed_precision=mixed,
+        dtype=torch.float32 if mixed == "bf16" else torch.bfloat16,
+        memory=MemoryConfig(offload_activations=True),
+    )
+    (stage,) = found.stages
+    link = fitted().memory * find_machine("h100").host_bandwidth
+    copies = 3 * 2 * stage.memory.on_host / link
+    assert found.time.offload > 0.01
+    assert found.time.offload + 3 * stage.seconds == pytest.approx(copies, rel=1e-6)
 
 
 def test_levers_do_what_they_do() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 
 import hfscale
 from hfscale import MemoryConfig, ParallelConfig
@@ -85,6 +86,38 @@ def test_ranks(pools: Pools, families: Sequence[str], layout: str) -> None:
     for found in pools(2).run(all_kept, families, LAYOUTS[layout]):
         for family, (stage, size), wanted in zip(families, found, expected, strict=True):
             assert wanted[stage] == pytest.approx(size, rel=0.03), family
+
+
+def test_copies_of_frozen_weights_are_no_activations() -> None:
+    """Under autocast, adapters' bases are cast in every pass: those copies are among the gathered weights alone."""
+    adapters = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    short, long = (
+        hfscale.estimate(
+            config_of("gemma2", layers=2, hidden_size=128, intermediate_size=512),
+            sequence_length=16,
+            batch_size=rows,
+            mixed_precision="bf16",
+            dtype=torch.float32,
+            peft_config=adapters,
+        )
+        .stages[0]
+        .memory
+        for rows in (1, 2)
+    )
+    assert long.activations == pytest.approx(2 * short.activations, rel=0.02)
+    assert long.gathered == short.gathered > 0
+
+
+def test_gradients_are_not_kept_in_8_bits() -> None:
+    """What one layer's backward pass makes is as large, whether its activations are kept in 8 bits or not."""
+    exact, rounded = (
+        hfscale.estimate(config_of("gpt2", layers=2), sequence_length=LENGTH, memory=memory)
+        .stages[0]
+        .memory
+        for memory in (None, MemoryConfig(compress_activations="64"))
+    )
+    assert rounded.activations < 0.6 * exact.activations
+    assert rounded.backward == exact.backward
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective", "elementwise", ("mlp",)], ids=str)

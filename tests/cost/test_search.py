@@ -58,7 +58,7 @@ def large() -> ModelSummary:
     shape = replace(
         facts().shape, layers=80, hidden=8192, queries=8192, keys=1024, ffn=28672, vocabulary=128256
     )
-    kept = Kept(facts().kept.cut * 4, facts().kept.whole * 4)
+    kept = {where: Kept(of.cut * 4, of.whole * 4) for where, of in facts().kept.items()}
     return replace(facts(), shape=shape, heads=64, kept=kept, stream=facts().stream * 4)
 
 

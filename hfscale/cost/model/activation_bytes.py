@@ -62,6 +62,7 @@ class Activations:
     # Bytes of ``kept`` that exist during the backward pass of the first layer, which is the last one to run.
     last: int
     on_host: int
+    offloaded: int  # bytes of ``on_host`` of one microbatch
     notes: list[str]
 
 
@@ -77,13 +78,14 @@ def activation_bytes(plan: Plan, situation: Situation) -> Activations:
             layers_to_recompute(plan, situation) if situation.chosen is None else situation.chosen
         )
     tokens = situation.tokens
-    total = 0.0
+    total = sum(layer.in_flight * tokens * layer.kept(chosen) for layer in held)
     away = 0
+    one = 0
     notes = list[str]()
-    for layer in held:
-        total += layer.in_flight * tokens * layer.kept(chosen)
     if offloaded(plan).activations is not None:
-        total, away = _on_host(held, chosen, tokens)
+        one = ceil(sum(tokens * layer.kept(chosen) for layer in held))
+        away = ceil(total)
+        total = _beside_host(held, chosen, tokens)
         notes = [
             f"on the host: {human(away)} of activations; at most two layers' are on the device"
         ]
@@ -104,6 +106,7 @@ def activation_bytes(plan: Plan, situation: Situation) -> Activations:
         ceil(in_norm),
         ceil(last + before),
         away,
+        one,
         notes,
     )
 
@@ -217,23 +220,18 @@ def _border_bytes(
     return total
 
 
-def _on_host(
-    held: Sequence[LayerHeld],
-    chosen: frozenset[str],
-    tokens: int,
-) -> tuple[float, int]:
-    """Return two numbers of activation bytes if activations are offloaded: the most that are on the device at once
-    (about two layers' in the backward pass), and those in CPU memory.
+def _beside_host(held: Sequence[LayerHeld], chosen: frozenset[str], tokens: int) -> float:
+    """Return the most bytes of activations that are on the device at once, if activations are offloaded: about two
+    layers' in the backward pass.
     """
-    one = [tokens * layer.kept(chosen) for layer in held]
-    layers = sum(layer.in_flight * size for layer, size in zip(held, one, strict=True))
     pieces = (
         tokens * (layer.bytes.stream if layer.name in chosen else layer.bytes.piece)
         for layer in held
     )
     # with three or more layers, two full layers count
     read = max(pieces, default=0.0) if len(held) < 3 else 0.0
-    return min(2, len(held) - 1) * max(one, default=0.0) + read, ceil(layers)
+    most = max((tokens * layer.kept(chosen) for layer in held), default=0.0)
+    return min(2, len(held) - 1) * most + read
 
 
 def layers_to_recompute(plan: Plan, situation: Situation) -> frozenset[str]:
@@ -277,11 +275,10 @@ def layers_held(plan: Plan, situation: Situation) -> list[LayerHeld]:
             whole = _layer(plan, name, plain, situation)
             if compressed(plan) is None:
                 held_layers.append(LayerHeld(name, whole, in_flight, whole.kept - whole.as_input))
-            else:  # recomputed layers keep unrounded values and a copy of the input
+            else:  # recomputed layers keep unrounded values and a copy of the input; gradients are unrounded
                 held = _layer(plan, name, replace(plain, kept=BYTES), situation)
-                held_layers.append(
-                    LayerHeld(name, replace(held, again=whole.again), in_flight, whole.kept)
-                )
+                exact = replace(held, again=whole.again, passing=whole.passing)
+                held_layers.append(LayerHeld(name, exact, in_flight, whole.kept))
     return held_layers
 
 

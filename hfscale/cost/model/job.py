@@ -16,9 +16,8 @@ from ...plan.feature_plans import (
     recomputed,
     weights_in_8_bits,
 )
-from .activation_bytes import has_head, is_matrix, layers_held, trained_names
+from .activation_bytes import has_head, is_matrix, trained_names
 from .layer_bytes import types_of, widest
-from .situation import Situation
 
 _DECODED = {4: 9.0, 8: 10.0}  # bits -> bytes moved per weight to dequantize it, in both passes
 _STORED = {4: 0.5 + 4 / 64, 8: 1.0}  # bits -> bytes per weight, with a scale for each block
@@ -197,28 +196,17 @@ def _gathered_bytes(plan: Plan, mixed: bool) -> float:
     return total / max(1, sum(entries.values()))
 
 
-def with_host_of(plan: Plan, job: Job) -> Job:
+def with_host_of(plan: Plan, job: Job, offloaded_bytes: int) -> Job:
     """Return ``job`` with the bytes that offloading moves between device and CPU memory in a step, on the pipeline rank
-    that moves most.
+    that moves most; ``offloaded_bytes`` are those of one microbatch's activations.
     """
     on_host = offloaded(plan)
     ranks = range(plan.layout.pp)
     what = (
         {"parameters"} if on_host.parameters else {"optimizer"} if on_host.optimizer else set[str]()
     )
-    activations = 0.0
-    if on_host.activations is not None:
-        again = recomputed(plan).layers
-        names = frozenset(p.name for p in plan.owned())
-        for held in (
-            layers_held(plan, Situation(round(job.tokens), rank, trained=names)) for rank in ranks
-        ):
-            kept = sum(
-                estimate.bytes.stream if estimate.name in again else estimate.bytes.kept
-                for estimate in held
-            )
-            activations = max(activations, 2 * kept * job.tokens * job.microbatches)
-        what |= {"activations"}
+    what |= set() if on_host.activations is None else {"activations"}
+    activations = 2 * offloaded_bytes * job.microbatches
     local = [
         [plan.by_name[name].local_shape({}) for name in plan.local_names(rank)] for rank in ranks
     ]

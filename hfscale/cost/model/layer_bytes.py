@@ -44,6 +44,11 @@ from ...plan.feature_plans import heads_with_scores, is_fused
 from .llama_bytes import ATTENTION, MLP, Llama, score_bytes
 from .situation import LayerBytes, Situation, Types, own_parameters
 
+_ROLES = {f"self_attn.{name}.weight": name for name in (*ATTENTION, "q_norm", "k_norm")}
+_ROLES |= {f"mlp.{name}.weight": name for name in MLP}
+_ROLES |= {f"{name}.weight": name for name in ("input_layernorm", "post_attention_layernorm")}
+_BIASES = {name.removesuffix("weight") + "bias" for name in _ROLES if "proj" in name}
+
 
 def types_of(plan: Plan, mixed: str = "no") -> Types:
     """Return the bytes per value in which a model computes with ``mixed`` precision: inside attention and MLP blocks,
@@ -115,29 +120,10 @@ def _llama_roles(plan: Plan, layer: str) -> dict[str, ParameterPlan] | None:
     """Return the parameters of a layer by the short names of LLaMA's modules (``q_proj``, ``input_layernorm``);
     ``None`` if the layer has parameters that a LLaMA layer does not have, or lacks some.
     """
-    owned = own_parameters(plan, layer)
-    expected = {
-        f"{layer}.self_attn.{name}.weight": name for name in (*ATTENTION, "q_norm", "k_norm")
-    }
-    expected |= {f"{layer}.mlp.{name}.weight": name for name in MLP}
-    expected |= {
-        f"{layer}.{name}.weight": name for name in ("input_layernorm", "post_attention_layernorm")
-    }
-    biases = {
-        name.removesuffix("weight") + "bias" for name, role in expected.items() if "proj" in role
-    }
-    roles = {expected[p.name]: p for p in owned if p.name in expected}
-    known = all(p.name in expected or p.name in biases for p in owned)
-    return (
-        roles
-        if known
-        and set(expected.values()) - set(roles)
-        <= {
-            "q_norm",
-            "k_norm",
-        }
-        else None
-    )
+    owned = {p.name.removeprefix(f"{layer}."): p for p in own_parameters(plan, layer)}
+    roles = {_ROLES[name]: planned for name, planned in owned.items() if name in _ROLES}
+    missing = set(_ROLES.values()) - roles.keys() - {"q_norm", "k_norm"}
+    return None if missing or owned.keys() - _ROLES.keys() - _BIASES else roles
 
 
 def _at_most(plan: Plan, layer: str, situation: Situation, types: Types) -> float:

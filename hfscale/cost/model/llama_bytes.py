@@ -1,6 +1,7 @@
 """Compute the activation bytes per token of a LLaMA layer by a formula, which :mod:`.layer_bytes` explains."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -84,48 +85,22 @@ class Llama:
         """Return two numbers of bytes per token: those that attention and MLP keep for the backward pass, and the most
         that exist only while one of them is recomputed.
         """
+        attention = self._attention()
+        mlp = self._mlp()
         if self.again.elementwise:
-            return self._needed(), self._made_at_once()
+            return attention + mlp, self._made_at_once()
         total = 0.0
         again = 0.0
-        inner = self._out("gate_proj")
-        mlp = (
-            3 * self._kept(inner, self.types.size)
-            + self._read(inner, ("down_proj",))
-            + self._read_stream(MLP[:2])
-        )
-        blocks = ("o_proj", self._attention(), ATTENTION[:3]), ("down_proj", mlp, MLP[:2])
+        blocks = ("o_proj", attention, ATTENTION[:3]), ("down_proj", mlp, MLP[:2])
         for output, kept, readers in blocks:
             if self._is_alone(output):
                 given = self._kept(self.hidden, self.types.stream)
                 shared = 0.0 if self.types.autocasts else min(given, self._read_stream(readers))
-                total = total + given
+                total += given
                 again = max(again, kept - shared)
             else:
                 total += kept
         return total, again
-
-    def _needed(self) -> float:
-        """Return the bytes per token that attention and MLP keep if everything except matrix products and attention is
-        recomputed.
-        """
-        size = self.types.size
-        inner = self._out("gate_proj")
-        queries = self._out("q_proj")
-        keys = self._out("k_proj")
-        total = 2 * self._kept(queries, size) + 2 * self._kept(keys * self.exchange.replicas, size)
-        total += self._kept(self.scores, size) + 2 * self._kept(inner, size) * (not self.again.tile)
-        total += max(4, size) * self._heads(queries) * (not self.scores)
-        if self.exchange.moves_heads:
-            total += self._kept(queries, size)
-        inputs = ATTENTION if self.again.tile else (*ATTENTION, *MLP)
-        for readers in (ATTENTION[:3], MLP[:2]):
-            trains, adapted = self._adapted(readers)
-            if self.sequence > 1 and not self.plan.layout.sequence_regather:
-                total += self._kept(self.hidden, self.types.stream) * (trains or bool(adapted))
-        return total + sum(
-            self._kept(rank, self.types.adapters) for rank in self._adapted(inputs)[1]
-        )
 
     def _made_at_once(self) -> float:
         """Return the most bytes per token that exist at once while elementwise operations are recomputed: the output of
@@ -199,28 +174,34 @@ class Llama:
 
     def _attention(self) -> float:
         size = self.types.size
+        lean = self.again.elementwise
         queries = self._out("q_proj")
-        keys = self._out("k_proj")
         # Eager attention repeats keys and values.
-        read = queries if self.scores else keys * self.exchange.replicas
-        total = self._kept(queries, size) + 2 * self._kept(read, size)
-        total += self._kept(self.scores, score_bytes(self.types))
-        total += (
-            max(4, size) * self._heads(queries) * (not self.scores and not self.again.attention)
-        )
-        for name in ("q_norm", "k_norm"):
+        repeats = self.scores and not lean
+        keys = queries if repeats else self._out("k_proj") * self.exchange.replicas
+        total = self._kept(queries, size) + 2 * self._kept(keys, size)
+        total += self._kept(self.scores, size if lean else score_bytes(self.types))
+        # SDPA keeps its result, and a logarithm per head; otherwise only the output projection keeps its input.
+        fused = not self.scores and (lean or not self.again.attention)
+        total += max(4, size) * self._heads(queries) * fused
+        if lean or fused:
+            total += self._kept(queries, size) * (1 + (lean and self.exchange.moves_heads))
+        total += self._read(queries, ("o_proj",), kept=fused and not self.exchange.moves_heads)
+        for name in () if lean else ("q_norm", "k_norm"):
             if name in self.roles:
                 width = self._out(f"{name[0]}_proj")
-                total += self._kept(width, max(4, size)) + self._kept(width, size) * self._trains(
-                    name
-                )
-        if self.scores or self.again.attention:  # only the output projection's input is kept
-            total += self._read(queries, ("o_proj",))
-        else:  # SDPA keeps its result in any case; an adapter's copy is extra
-            total += self._kept(queries, size) + self._read(
-                queries, ("o_proj",), kept=not self.exchange.moves_heads
-            )
+                total += self._kept(width, max(4, size))
+                total += self._kept(width, size) * self._trains(name)
         return total + self._read_stream(ATTENTION[:3])
+
+    def _mlp(self) -> float:
+        inner = self._out("gate_proj")
+        products = self._kept(inner, self.types.size)
+        if not self.again.elementwise:
+            return 3 * products + self._read(inner, ("down_proj",)) + self._read_stream(MLP[:2])
+        if self.again.tile:  # the MLP keeps only its input, if this was gathered from other ranks
+            return self._gathered(MLP[:2])
+        return 2 * products + self._read(inner, ("down_proj",)) + self._read_stream(MLP[:2])
 
     def _kept(self, values: float, size: float) -> float:
         """Return the bytes that a kept tensor takes with ``values`` values per token of ``size`` bytes each; if
@@ -239,35 +220,48 @@ class Llama:
     def _trains(self, name: str) -> bool:
         return self.roles[name].name in self.situation.trained
 
+    def _gathered(self, readers: tuple[str, ...]) -> float:
+        """Return the bytes per token that the projections ``readers`` keep of the norm's output, if this was gathered
+        from other ranks and everything except products and attention is recomputed.
+        """
+        trains, adapted = self._adapted(readers)
+        if self.sequence == 1 or self.plan.layout.sequence_regather:
+            return 0.0
+        return self._kept(self.hidden, self.types.stream) * (trains or bool(adapted))
+
     def _read_stream(self, readers: tuple[str, ...]) -> float:
         """Return the bytes per token of the norm's output that the projections ``readers`` keep; if the backward pass
         gathers it again (``sequence_regather``), they keep only this rank's shard.
         """
+        trains, adapted = self._adapted(readers)
+        if self.again.elementwise:
+            return self._gathered(readers) + self._factors(adapted)
         if self.sequence > 1 and self.plan.layout.sequence_regather:
-            trains, adapted = self._adapted(readers)
             # Dropout may come before the cast.
             size = self.types.stream if adapted else self.types.size
             own = self._kept(self.hidden, size) / self.sequence * (trains or bool(adapted))
-            return own + sum(self._kept(rank, self.types.adapters) for rank in adapted)
-        trains, _ = self._adapted(readers)
+            return own + self._factors(adapted)
         if not self.types.autocasts or (self._fused(readers) and not trains):
             return self._read(self.hidden, readers)
         return sum(self._read(self.hidden, (name,)) for name in readers)
 
-    def _read(
-        self,
-        width: int,
-        readers: tuple[str, ...],
-        kept: bool = False,
-    ) -> float:
+    def _read(self, width: int, readers: tuple[str, ...], kept: bool = False) -> float:
         """Return the bytes per token that the projections ``readers`` and their adapters keep of an input of ``width``
         values. With ``kept``, another module keeps the input already, and only copies and adapters count.
         """
-        (trains, adapted), size, wide = self._adapted(readers), self.types.size, self.types.adapters
+        trains, adapted = self._adapted(readers)
+        if self.again.elementwise:  # inputs are computed again
+            return self._factors(adapted)
+        size = self.types.size
+        wide = self.types.adapters
         casts = not self._fused(readers) and (wide != size or bool(self.types.autocasts))
         own = self._kept(width, size) * (trains or bool(adapted and not casts))
         copies = self._kept(width, wide) * len(adapted) * casts
-        return own * (not kept) + copies + sum(self._kept(rank, wide) for rank in adapted)
+        return own * (not kept) + copies + self._factors(adapted)
+
+    def _factors(self, ranks: Sequence[int]) -> float:
+        """Return the bytes per token that low-rank adapters of these ``ranks`` keep between their two factors."""
+        return sum(self._kept(rank, self.types.adapters) for rank in ranks)
 
 
 def score_bytes(types: Types) -> int:

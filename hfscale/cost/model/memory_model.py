@@ -57,6 +57,7 @@ _DATA = ("dp_shard", "edp_shard")
 # Fields of an estimate that are not kinds of bytes on the device.
 _BESIDE = (
     "on_host",
+    "offloaded",
     "again",
     "apart",
     "notes",
@@ -88,6 +89,9 @@ class MemoryEstimate:
     exchanged: int  # keys and values (or heads) that context-parallel ranks exchange, in one layer
     loss: int  # a chunk of logits with its gradient, and the head's gradient before it is .grad
     on_host: int = 0  # bytes in CPU memory instead; not part of the total
+    offloaded: int = (
+        0  # bytes of one microbatch's activations that are copied to CPU memory and back
+    )
     again: int = 0  # most bytes of the activations that one layer recomputes
     apart: int = 0  # bytes that the kinds above count, but that do not exist at the peak
     notes: tuple[str, ...] = ()  # how the bytes were estimated
@@ -175,6 +179,7 @@ def estimate_memory(
         exchanged=_exchanged(plan, situation, tokens),
         loss=_loss(plan, situation, chunk_rows or ceil(situation.tokens / 4), fused),
         on_host=of_activations.on_host + on_host,
+        offloaded=of_activations.offloaded,
         again=of_activations.again,
         notes=tuple(notes),
     )

@@ -268,7 +268,7 @@ def _of_plan(
     attention = 12 * shape.layers * job.sequence * shape.queries / (2 if job.causal else 1)
     flops = float(job.step_tokens * ((4 + 2 * job.trained) * weights + attention))
     stages = stage_seconds(places, part_seconds(shape, job, machine, constants))
-    job = with_host_of(plan, job)
+    job = with_host_of(plan, job, max(rank.offloaded for rank in held))
     hop = constants.hop if plan.layout.pp > 1 else 0.0
     taken = [stage.stage(constants) + hop for stage in stages]
     played = _played(plan, taken, job)

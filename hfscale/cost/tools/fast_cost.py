@@ -23,6 +23,7 @@ from ...plan.context_plan import exchange_over
 from ..model.job import Job, Place
 from ..model.machines_known import Constants, Machine
 from ..model.memory_model import OVERHEAD, likely_bytes, most_at_once
+from ..model.situation import LayerBytes
 from ..model.step_time import Parts, part_seconds, stage_seconds, step_time
 from .model_summary import ModelSummary
 
@@ -307,12 +308,11 @@ class FastCost:
         stages = stage_seconds(places, self._seconds(job))
         # In zbv, ranks wait only for a forward pass of half of a rank's layers.
         parts = 6 if candidate.schedule == "zbv" else None
+        layer = self._layer_bytes(job)
         if candidate.offload:
-            kept, *_, stream = self._kept_bytes(job)
             layers = max(place.layers for place in places)
-            activations = (
-                2 * job.tokens * job.microbatches * layers * (stream if job.recompute else kept)
-            )
+            one = layer.stream if job.recompute else layer.kept
+            activations = 2 * job.tokens * job.microbatches * layers * one
             own = max(job.shard_of(place.weights, place.expert_weights) for place in places)
             job = job.with_host(candidate.offload, activations, own)
         weights = [place.weights for place in places]
@@ -320,46 +320,40 @@ class FastCost:
         time = step_time(
             stages, weights, job, self.machine, self.constants, experts=experts, parts=parts
         )
-        held = (self._bytes(candidate, rank, place) for rank, place in enumerate(places))
+        in_flight = in_flight_of_ranks(
+            candidate.schedule, job.layout.pp, job.microbatches, job.virtual
+        )
+        held = (
+            self._bytes(candidate, place, layer, count / job.virtual * place.layers)
+            for place, count in zip(places, in_flight, strict=True)
+        )
         states, activations, needed = max(held, key=lambda rank: rank[2])
         return CandidateCost(
             candidate, time.total, needed, likely_bytes(needed, activations), states, activations
         )
 
-    def _kept_bytes(self, job: Job) -> tuple[float, float, float, float]:
-        """Return four numbers of bytes per token of one layer: activations kept for the backward pass, activations that
-        exist only while the layer is recomputed, gradients of activations, and the layer's input.
-        """
+    def _layer_bytes(self, job: Job) -> LayerBytes:
+        """Return the activation bytes per token of one layer on one rank."""
         summary = self.summary
         layout = job.layout
-        kept = (
-            summary.kept_spread
-            if layout.ep > 1
-            else summary.kept_alone
-            if layout.data_world == 1
-            else summary.kept
-        )
-        kept = kept.ways.get(
-            "tiles" if job.tile else "elementwise" if job.elementwise else "", kept
-        )
-        whole = kept.over(layout.tp)
+        tp = layout.tp
+        place = "spread" if layout.ep > 1 else "alone" if layout.data_world == 1 else "data"
+        way = "tiles" if job.tile else "elementwise" if job.elementwise else "none"
+        kept = summary.kept[place, way]
+        whole = kept.over(tp)
         tiles = 0.0
         # An MLP keeps all activations of one tile; the summary divides these bytes by all tokens of a sequence.
         if job.tile:
-            tiles = (
-                2
-                * job.value_bytes
-                * summary.shape.mlp_width
-                * job.tile
-                * (1 / job.tokens - 1 / job.sequence)
-            )
+            width = 2 * job.value_bytes * summary.shape.mlp_width
+            tiles = width * job.tile * (1 / job.tokens - 1 / job.sequence)
         # Attention's result is kept once more for this rank's tokens, and shared key heads on each rank that reads
         # them.
         if job.exchange.moves_heads:
             more = summary.shape.queries + 2 * (job.exchange.replicas - 1) * summary.shape.keys
-            whole += job.value_bytes * more / layout.tp
-        again = whole * (job.recompute > 0) + (kept.again + 2 * tiles) / layout.tp
-        return whole, again, (kept.passing + tiles) / layout.tp, summary.stream / layout.tp
+            whole += job.value_bytes * more / tp
+        again = whole * (job.recompute > 0) + (kept.again + 2 * tiles) / tp
+        passing = (kept.passing + tiles) / tp
+        return LayerBytes(whole, summary.stream / tp, True, again, passing=passing)
 
     def _seconds(self, job: Job) -> Parts:
         layout = job.layout
@@ -403,18 +397,18 @@ class FastCost:
     def _bytes(
         self,
         c: Candidate,
-        rank: int,
         place: Place,
+        layer: LayerBytes,
+        held: float,
     ) -> tuple[float, float, float]:
         """Return three numbers of bytes of one pipeline rank: weights, gradients and optimizer state; activations; and
-        all bytes that the rank needs at its peak.
+        all bytes that the rank needs at its peak. ``held`` counts the activations that wait at once: of one ``layer``
+        and microbatch each.
         """
         summary = self.summary
         shape = self.summary.shape
         job = c.job
-        layers = place.layers
         tp = job.layout.tp
-        pp = job.layout.pp
         on_host = (
             summary.states
             if "parameters" in c.offload
@@ -422,17 +416,13 @@ class FastCost:
             if "optimizer" in c.offload
             else 0.0
         )
-        states = (summary.states - on_host) * job.shard_of(place.weights, place.expert_weights)
-        kept, again, passing, stream = self._kept_bytes(job)
-        held = (
-            in_flight_of_ranks(c.schedule, pp, job.microbatches, job.virtual)[rank]
-            / job.virtual
-            * layers
-        )
+        entries = job.shard_of(place.weights, place.expert_weights)
+        states = (summary.states - on_host) * entries
         held = min(held, 2) if "activations" in c.offload else held
-        one = job.tokens * (stream if job.recompute else kept)
-        activations = one * held + job.tokens * (again + stream)
-        running = job.tokens * (again + passing)
+        one = job.tokens * (layer.stream if job.recompute else layer.kept)
+        behind = job.tokens * layer.stream
+        activations = one * held + job.tokens * layer.again + behind
+        running = job.tokens * (layer.again + layer.passing)
         whole = place.weights + place.expert_weights
         gathered = summary.gathered(job, place.layers, whole, place.table_weights, c.offload)
         loss = 0.0
@@ -451,10 +441,8 @@ class FastCost:
         gradients = 0.0
         # With one microbatch, gradients are created while activations are freed.
         if job.microbatches == 1 and "parameters" not in c.offload:
-            gradients = (
-                job.gradient_bytes * job.trained * job.shard_of(place.weights, place.expert_weights)
-            )
+            gradients = job.gradient_bytes * job.trained * entries
         first = one * min(held, 2 if "activations" in c.offload else 1) + running
-        most = most_at_once(one * held, job.tokens * stream + loss, running, first, gradients)
+        most = most_at_once(one * held, behind + loss, running, first, gradients)
         needed = states - gradients + most + gathered + exchanged + OVERHEAD
         return states, activations, needed

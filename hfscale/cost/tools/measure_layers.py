@@ -6,7 +6,6 @@ each layer keeps. A whole run keeps these bytes times the numbers of layers, seq
 numbers of layers, stages and data-parallel ranks are reduced, because a layer's bytes do not depend on these numbers.
 """
 
-import gc
 import json
 import logging
 from collections import Counter
@@ -158,8 +157,6 @@ def _count(spec: RunSpec, layout: ParallelConfig, sizes: dict[str, int]) -> Meas
             before=counter.kept[_BEFORE] / job.tokens,
             behind=counter.most[_BEHIND] / job.tokens,
         )
-        del model, counter
-    gc.collect()
     return measured
 
 

@@ -3,7 +3,7 @@ only once, for one process.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -35,8 +35,6 @@ class Kept:
     whole: float  # bytes that each tensor-parallel rank has in addition
     again: float = 0.0  # bytes that the layer recomputes at once; sharded
     passing: float = 0.0  # gradients of activations in its backward pass; sharded
-    # the same bytes if all but products and attention is recomputed ("elementwise"), and in tiles as well ("tiles")
-    ways: "Mapping[str, Kept]" = field(default_factory=dict)
 
     def over(self, tp: int) -> float:
         """Return the kept bytes per token on each of ``tp`` tensor-parallel ranks: a shard of the activations, and the
@@ -56,9 +54,10 @@ class ModelSummary:
     states: float
     optimizer: float  # bytes of optimizer state per matrix entry
     weight: float  # bytes of weights per matrix entry
-    kept: Kept  # bytes that a layer keeps
-    kept_alone: Kept  # the same without data parallelism, where mixed precision is autocast
-    kept_spread: Kept  # the same if experts are spread over ranks
+    # Bytes that a layer keeps, by its place and the way in which it is recomputed. Places: on ``data`` ranks;
+    # ``alone``, without data parallelism, where mixed precision is autocast; with experts ``spread`` over ranks. Ways:
+    # ``none``; ``elementwise``; ``tiles``, which is elementwise in tiles of tokens.
+    kept: Mapping[tuple[str, str], Kept]
     stream: float  # bytes of a layer's input, on one rank
     head: float  # bytes per entry of the head's gradient, before it is added up
     family: str
@@ -105,19 +104,15 @@ def summarize(
     situation = Situation(sequence, trained=trained, routes=shape.routed or None)
 
     def planned(**memory: Any) -> tuple[Plan, RunSpec]:
-        more = {
-            **given,
-            "mixed_precision": mixed_precision,
-            "memory": MemoryConfig(recompute="elementwise", **memory),
-        }
+        more = {**given, "mixed_precision": mixed, "memory": MemoryConfig(**memory)}
         return make_plan(config, **more), run_spec(config, **more)
 
-    ways = {"elementwise": planned()}
+    ways = {"none": (plan, spec), "elementwise": planned(recompute="elementwise")}
     tile = tile or (
         TILE if sequence > 2 * TILE and not (plan.mixtures or weights_in_8_bits(plan)) else None
     )
     if tile is not None:
-        ways["tiles"] = planned(tile_tokens=tile)
+        ways["tiles"] = planned(recompute="elementwise", tile_tokens=tile)
     return ModelSummary(
         shape=replace(shape, hidden=stream_width(plan, layer)),
         heads=int(heads),
@@ -134,7 +129,7 @@ def summarize(
         states=(held.weights + held.adapters + held.gradients + held.optimizer) / entries,
         optimizer=held.optimizer / entries,
         weight=held.weights / entries,
-        **_kept((plan, spec), ways, layer, types, situation),
+        kept=_kept(ways, layer, types, situation),
         stream=layer_bytes(plan, layer, situation, types).stream,
         head=max(4, types.size) if f"{plan.head}.weight" in trained else 0,
         family=plan.family,
@@ -142,40 +137,35 @@ def summarize(
 
 
 def _kept(
-    full: tuple[Plan, RunSpec],
-    ways: Mapping[str, tuple[Plan, RunSpec]],
-    layer: str,
-    types: Types,
-    situation: Situation,
-) -> dict[str, Kept]:
-    """Return the activation bytes per token of a layer: by a formula, or measured on one and two tensor-parallel ranks.
-    ``ways`` are plans that recompute activations, for which the bytes are returned too.
+    ways: Mapping[str, tuple[Plan, RunSpec]], layer: str, types: Types, situation: Situation
+) -> dict[tuple[str, str], Kept]:
+    """Return the activation bytes per token of a layer, for :attr:`ModelSummary.kept`: by a formula, or measured on one
+    and two tensor-parallel ranks. ``ways`` are plans of one process that recompute activations differently.
     """
-    mixed = full[1].mixed_precision
-    data = {"dp_shard_size": 2}
+    plan, spec = ways["none"]
+    data: dict[str, Any] = {"dp_shard_size": 2}
+    places = {"data": data, "alone": data, "spread": data}
+    if spec.mixed_precision != "no":
+        places["alone"] = {}
+    if plan.mixtures:
+        places["spread"] = {**data, "ep_size": 2}
 
-    def of(alone: bool, **sizes: Any) -> Kept:
-        again = {name: seen(*way, alone, sizes) for name, way in ways.items()}
-        return replace(seen(*full, alone, sizes), ways=again)
-
-    def seen(
-        plan: Plan,
-        spec: RunSpec,
-        alone: bool,
-        sizes: dict[str, Any],
-    ) -> Kept:
+    def seen(plan: Plan, spec: RunSpec, sizes: dict[str, Any]) -> Kept:
         one, two = (
             measured_layers(plan, spec, situation.tokens, 2, ParallelConfig(**{**sizes, **more}))
             for more in ({}, {"tp_size": 2, "sequence_parallel": True})
         )
-        by_formula = layer_bytes(plan, layer, situation, types_of(plan, mixed) if alone else types)
+        computed = types if sizes else types_of(plan, spec.mixed_precision)
+        by_formula = layer_bytes(plan, layer, situation, computed)
         cut, again, passing = _parts(by_formula) if one is None else _mean(one, plan)
         whole = 2 * by_formula.stream if two is None else 2 * _mean(two, plan)[0] - cut
         return Kept(cut, whole, again, passing)
 
-    kept = of(False, **data)
-    spread = of(False, **data, ep_size=2) if full[0].mixtures else kept
-    return {"kept": kept, "kept_alone": kept if mixed == "no" else of(True), "kept_spread": spread}
+    return {
+        (place, way): seen(*planned, sizes)
+        for place, sizes in places.items()
+        for way, planned in ways.items()
+    }
 
 
 def _parts(layer: LayerBytes) -> tuple[float, float, float]:
