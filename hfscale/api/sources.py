@@ -74,10 +74,9 @@ class Outline:
     def model(self) -> Any:
         """Return the stock model on the meta device."""
         is_auto = hasattr(self.auto_class, "from_config")
-        with built_or_explained(self.auto_class, self.config, *_WRONG_CONFIG), torch.device("meta"):
-            model = from_config(
-                self.auto_class, self.config, **model_arguments(self.kwargs, is_auto)
-            )
+        config = copy.deepcopy(self.config)  # transformers writes arguments into it
+        with built_or_explained(self.auto_class, config, *_WRONG_CONFIG), torch.device("meta"):
+            model = from_config(self.auto_class, config, **model_arguments(self.kwargs, is_auto))
             for added in self.added:
                 added.add(model)
         return model
