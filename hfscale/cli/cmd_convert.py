@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from .look import add_output, check_directory, check_target, show
+from .look import add_output, add_written_forms, check_directory, check_target, show
 
 HELP = "write a saved state as a Hugging Face directory"
 ENGINES = ("vllm", "sglang")
@@ -28,11 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run the code that came with the model"
     )
-    parser.add_argument(
-        "--as-stored",
-        action="store_true",
-        help="quantize the weights again, in the format of the checkpoint that training started from",
-    )
+    add_written_forms(parser)
     parser.add_argument(
         "--adapter-for", choices=ENGINES, help="DIR is an adapter: write one that this engine loads"
     )
@@ -64,7 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     options = {
         name: getattr(arguments, name)
-        for name in ("max_shard_size", "trust_remote_code", "as_stored")
+        for name in ("max_shard_size", "trust_remote_code", "quantization")
     }
     index = convert_state(arguments.state, arguments.out, **options)
     what = "an adapter" if index.adapter else "a model"

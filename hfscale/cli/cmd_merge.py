@@ -7,7 +7,7 @@ explains, nothing is written.
 import argparse
 from pathlib import Path
 
-from .look import add_output, check_directory, check_target, print_json, working
+from .look import add_output, add_written_forms, check_directory, check_target, print_json, working
 
 HELP = "merge a saved adapter into its base, one module in memory at a time"
 EXAMPLE = "hfscale merge path/to/base runs/mine/adapter out"
@@ -25,11 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run the code that comes with the model"
     )
-    parser.add_argument(
-        "--as-stored",
-        action="store_true",
-        help="quantize merged weights again, in the format of a quantized BASE",
-    )
+    add_written_forms(parser)
     parser.add_argument(
         "--no-check", action="store_true", help="do not load the models to compare their logits"
     )
@@ -51,7 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     options = {
         name: getattr(arguments, name)
-        for name in ("max_shard_size", "trust_remote_code", "as_stored")
+        for name in ("max_shard_size", "trust_remote_code", "quantization")
     }
     places = arguments.base, arguments.adapter, arguments.out
     changed = merge_adapter(*places, **options, check=None if arguments.no_check else check)

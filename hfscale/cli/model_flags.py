@@ -25,7 +25,6 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
     "int8": {"load_in_8bit": True},
-    "as_stored": {"as_stored": True},
 }
 """Map each value of ``--quantize`` to the fields of a recipe's ``quantization`` section that have the same effect."""
 ON_HOST = ("parameters", "optimizer", "activations")
@@ -149,8 +148,8 @@ def add_training_arguments(parser: Adds) -> None:
     """
     parser.add_argument(
         "--quantize",
-        choices=tuple(QUANTIZATIONS),
-        help="keep weights in 4 or 8 bits, or as the checkpoint stores them",
+        choices=(*QUANTIZATIONS, *added("quantizations")),
+        help="the quantization format in which weights are kept",
     )
     add_lora(parser, "train LoRA adapters")
     parser.add_argument("--rank", type=int, metavar="R", help="rank of the adapters (default: 16)")
@@ -207,7 +206,7 @@ def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
         )
     if kind is not None:
         given["quantization_config"] = (
-            kind if kind == "as_stored" else BitsAndBytesConfig(**QUANTIZATIONS[kind])
+            BitsAndBytesConfig(**QUANTIZATIONS[kind]) if kind in QUANTIZATIONS else kind
         )
     if arguments.lora is not None:
         from ..features.adapters.storage import config_class
