@@ -70,7 +70,7 @@ class Extension:
     :class:`~hfscale.checkpoint.stored_forms.scheme.StoredForm` -> plan in which weights stay quantized in memory.
 
     Their plan is a subclass of :class:`~hfscale.plan.quantized.QuantizedPlan` whose ``by_bitsandbytes`` is false. The
-    loader calls its method ``keep(plan, model, stored, targets, mesh)``, which returns the plan with the weights that
+    loader calls its method ``keep(plan, mesh, model, stored, targets)``, which returns the plan with the weights that
     the files do store quantized, and this rank's weights by name. Each weight has the ``shape`` of its bytes, ``[...]``
     reads them, and ``hold(model, name)`` lets the loaded model compute with them.
     """

@@ -38,7 +38,6 @@ from ..train.runtime.parameter_names import put_parameter
 from ..train.runtime.shards import LocalWeights, local_tensor
 from ..train.runtime.writing import all_or_none
 from .coverage import check_coverage, names_besides, note_carried
-from .merged import merged_parameters, parts_of_share
 from .overwrites import find_overwrites, initialize_around
 from .stored_forms.scheme import StoredForm, form_in
 
@@ -103,9 +102,7 @@ class _Loader:
         first = self.mesh.is_first
         check_coverage(self.plan, list(stored), self.stored, str(self.directory), tells=first)
         self._note_others(model, targets)
-        kept: Any = self.plan.quantized
-        if kept is not None and not kept.by_bitsandbytes:
-            self.plan, self.rows = kept.keep(self.plan, model, stored, targets, self.mesh)
+        self._keep(model, stored, targets)
         keep_own_stages(model, self.plan, self.mesh)
         if quantizer is not None:
             self.quantizing = Quantizing(model, self.plan, self.mesh, quantizer)
@@ -182,6 +179,12 @@ class _Loader:
         """Record on a full model the stored keys that match none of its parameters or buffers."""
         read = {self.renamed.get(key, key): target.name for key, target in targets.items()}
         note_carried(model, self.directory, names_besides(model, read))
+
+    def _keep(self, *found: Any) -> None:
+        """Keep weights in the form in which the checkpoint stores them, if an extension's quantization planned that."""
+        kept: Any = self.plan.quantized
+        if kept is not None and not kept.by_bitsandbytes:
+            self.plan, self.rows = kept.keep(self.plan, self.mesh, *found)
 
     def _give_local_shapes(self, model: Any) -> None:
         """Give the meta model's parameters this rank's shapes; parameters that are converted in full stay full."""
@@ -260,6 +263,10 @@ class _Loader:
         """Map each of this rank's parameters that transformers merges from stored tensors to the slices of these
         tensors.
         """
+        if not any(target.converter for target in targets.values()):
+            return {}
+        from .merged import merged_parameters, parts_of_share
+
         return {
             name: {name: self.rows[name]}
             if name in self.rows

@@ -74,18 +74,17 @@ def save_pretrained(
         runtime, model, call, "save those by model.save_pretrained or torch.save, in one process"
     )
     with _together(runtime, target, call, timeout, check_replicas):
-        if quantization is not None and runtime.adapters is not None:
-            raise ConfigError(
-                f"quantization={quantization!r} writes full weights, but the model has adapters, which are saved "
-                "without the base: merge them first (hfscale.merge_and_unload), or leave quantization out"
-            )
-        again = written_form(quantization, runtime.model)
         if (adapters := runtime.adapters) is not None:
+            if quantization is not None:
+                raise ConfigError(
+                    f"quantization={quantization!r} writes full weights, but the model has adapters, which are saved "
+                    "without the base: merge them first (hfscale.merge_and_unload), or leave quantization out"
+                )
             for name, directory in directories_of(adapters.names, target).items():
                 save_adapter(runtime, adapters.whole, name, directory)
         else:
             refuse_quantized(runtime.plan.quantized, target)
-            _write(runtime, target, max_shard_size, again)
+            _write(runtime, target, max_shard_size, written_form(quantization, runtime.model))
 
 
 @writing.saving()

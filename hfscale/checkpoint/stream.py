@@ -310,9 +310,9 @@ class _Stored:
             )
             for key, made in stored.items():
                 yield from encodes.made_of(key, made).items()
-        last = carried_tensors(self._model, self._again) if self._here and carried else {}
-        for key, on_disk in last.items():
-            yield key, on_disk[...]
+        if self._here and carried:
+            for key, on_disk in carried_tensors(self._model, self._again).items():
+                yield key, on_disk[...]
 
 
 def _full(

@@ -192,21 +192,18 @@ def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
         int(again) if again.isdigit() else again, tile_tokens=arguments.tile_tokens, **away
     )
     given: dict[str, Any] = {"memory": memory, "mixed_precision": arguments.mixed_precision or "no"}
+    fields = QUANTIZATIONS.get(arguments.quantize)
     given |= {
+        "quantization_config": BitsAndBytesConfig(**fields) if fields else arguments.quantize,
         "auto_class": auto_class_of(arguments.auto_class),
         "dtype": arguments.dtype,
         **remote_code(arguments),
     }
-    kind = arguments.quantize
     rank = arguments.rank
     if rank is not None and (rank < 1 or arguments.lora is None):
         raise ConfigError(
             f"--rank must be a whole number of at least 1, and needs --lora, got --rank {rank}: give both, or leave "
             "--rank out"
-        )
-    if kind is not None:
-        given["quantization_config"] = (
-            BitsAndBytesConfig(**QUANTIZATIONS[kind]) if kind in QUANTIZATIONS else kind
         )
     if arguments.lora is not None:
         from ..features.adapters.storage import config_class

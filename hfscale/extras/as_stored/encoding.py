@@ -202,10 +202,7 @@ def _blocks(tensor: Tensor, height: int, width: int, fill: bool = False) -> Tens
     """
     down = -tensor.shape[0] % height
     across = -tensor.shape[1] % width
-    whole = tensor
-    if down or across:
-        whole = tensor.new_full((tensor.shape[0] + down, tensor.shape[1] + across), fill)
-        whole[: tensor.shape[0], : tensor.shape[1]] = tensor
+    whole = torch.nn.functional.pad(tensor, (0, across, 0, down), value=fill)
     return whole.unflatten(1, (-1, width)).unflatten(0, (-1, height))
 
 

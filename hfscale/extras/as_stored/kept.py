@@ -51,10 +51,10 @@ class KeptPlan(QuantizedPlan):
     def keep(
         self,
         plan: Plan,
+        mesh: Mesh,
         model: nn.Module,
         stored: Mapping[str, TensorOnDisk],
         targets: Mapping[str, Destination],
-        mesh: Mesh,
     ) -> tuple[Plan, dict[str, StoredRow]]:
         """Return the plan without those weights that the files do not store quantized, and this rank's shards of the
         weights of the full ``model`` that stay quantized. Warn about stored quantized weights that are dequantized
@@ -109,19 +109,18 @@ def plan_as_stored(planned: Plan, model: nn.Module, form: StoredForm) -> Plan:
     """Return the plan with the names of all weights that stay quantized as stored, judged by the config of ``model``.
     When the checkpoint is loaded, weights that its files do not store quantized are removed from these names.
     """
-    sizes = {
-        name: bytes_per_value(form, name, planned.by_name[name].shape)
-        for name in packable(planned, model)
-    }
-    entries = {name: prod(planned.by_name[name].shape) for name, size in sizes.items() if size}
+    shapes = {name: planned.by_name[name].shape for name in packable(planned, model)}
+    sizes = {name: bytes_per_value(form, name, shape) for name, shape in shapes.items()}
+    entries = {name: prod(shapes[name]) for name, size in sizes.items() if size}
     if not entries:
         raise ConfigError(
             "quantization_config='as_stored' keeps projections and experts that are stored in the format "
             f"{form.method}, but according to its config this checkpoint has none: leave quantization_config out"
         )
     size = sum(sizes[name] * count for name, count in entries.items()) / sum(entries.values())
-    bits = 4 if size < 1 else 8
-    quantized = KeptPlan(bits, form.method, False, tuple(entries), bytes_per_value=size)
+    quantized = KeptPlan(
+        4 if size < 1 else 8, form.method, False, tuple(entries), bytes_per_value=size
+    )
     return replace(planned, quantized=quantized)
 
 
