@@ -65,6 +65,21 @@ class Extension:
     """Format -> import path of an :class:`~hfscale.distributed.files.sources.AddedSource`, which finds and reads
     weights of another program.
     """
+    quantizations: Mapping[str, str] = field(default_factory=dict)
+    """Value of ``quantization_config`` -> import path of a function: plan, full model, and the checkpoint's
+    :class:`~hfscale.checkpoint.stored_forms.scheme.StoredForm` -> plan in which weights stay quantized in memory.
+
+    Their plan is a subclass of :class:`~hfscale.plan.quantized.QuantizedPlan` whose ``by_bitsandbytes`` is false. The
+    loader calls its method ``keep(plan, mesh, model, stored, targets)``, which returns the plan with the weights that
+    the files do store quantized, and this rank's weights by name. Each weight has the ``shape`` of its bytes, ``[...]``
+    reads them, and ``hold(model, name)`` lets the loaded model compute with them.
+    """
+    written_forms: Mapping[str, str] = field(default_factory=dict)
+    """Value of ``quantization`` of a save -> import path of a subclass of
+    :class:`~hfscale.checkpoint.written_form.PlainForm`, which is called with a checkpoint's directory and
+    :class:`~hfscale.checkpoint.stored_forms.scheme.StoredForm`, and quantizes tensors like that checkpoint; commands
+    that write a checkpoint get a flag of the same name.
+    """
     parts: Mapping[str, str] = field(default_factory=dict)
     """Feature -> import path of its :class:`~hfscale.train.runtime.Part`, the object that installs the feature into a
     model; it comes after the features of the core, and before the checks of user code.

@@ -29,9 +29,10 @@ from .._compat.peft import LORA_A, LORA_B
 from .._compat.transformers.classes import class_name, empty_model, stock_class
 from .._compat.transformers.stored import AsStored, convert, loaded_targets
 from ..checkpoint.copied import copy_tensors
-from ..checkpoint.stored_forms.encoding import QuantizedAgain, refuse_other_forms
-from ..checkpoint.stored_forms.forms import as_plain, in_the_file, load_weights_as
+from ..checkpoint.coverage import note_carried
+from ..checkpoint.stored_forms.forms import as_plain, load_weights_as
 from ..checkpoint.stored_forms.scheme import describe_form, form_in
+from ..checkpoint.written_form import PlainForm, written_form
 from ..distributed.files.replace import ADAPTER_CONFIG, finish_move
 from ..distributed.files.sources import open_weights
 from ..distributed.files.weight_files import open_tensors
@@ -196,26 +197,19 @@ def merge_adapter(
     *,
     max_shard_size: str | int = "5GB",
     trust_remote_code: bool = False,
-    as_stored: bool = False,
+    quantization: str | None = None,
     check: Callable[[Path], None] | None = None,
 ) -> int:
     """Merge an adapter into the checkpoint ``base``, write the result to ``out``, and return the number of changed
     tensors.
 
-    With ``as_stored``, quantized weights are quantized again in the checkpoint's quantization format. ``check`` is
-    called with a temporary directory that contains the result, before the directory is renamed to ``out``; if ``check``
-    raises, nothing is written.
+    ``quantization`` is that of :func:`hfscale.save_pretrained`. ``check`` is called with a temporary directory that
+    contains the result, before the directory is renamed to ``out``; if ``check`` raises, nothing is written.
     """
     finish_move(base)
     merged = _Merged(base, adapter, trust_remote_code)
-    form = merged.adapted.form if as_stored else None
-    if as_stored and form is None:
-        raise ConfigError(
-            f"{base} does not store quantized weights, which --as-stored needs: leave --as-stored out"
-        )
-    if form is not None:
-        refuse_other_forms(form)
-    again = QuantizedAgain() if form is None else QuantizedAgain(base, form)
+    note_carried(merged.adapted.model, base, ())
+    again = written_form(quantization, merged.adapted.model)
     with atomic_directory(out, stale=REPLACED) as staging:
         changed = _write(merged, again, staging.path, max_shard_size)
         for path in base.iterdir():
@@ -229,20 +223,19 @@ def merge_adapter(
                 ):  # the base's tokenizer lacks the new tokens
                     shutil.copyfile(path, staging.path / path.name)
         if merged.adapted.form is not None:
-            describe_form(staging.path, form)
+            describe_form(staging.path, again.form)
         if check is not None:
             check(staging.path)
     return changed
 
 
-def _write(merged: _Merged, again: QuantizedAgain, out: Path, max_shard_size: str | int) -> int:
+def _write(merged: _Merged, again: PlainForm, out: Path, max_shard_size: str | int) -> int:
     size = merged.adapted.stock_plan.parameter_count
     writer = CheckpointWriter(out, again.layout(merged.layout()), max_shard_size, size)
     changed = dict.fromkeys(key for key in merged.stored if merged.changed(key))
     for key, tensor in merged.stored.items():
         if key not in changed:
-            copied = {key: tensor} if again.form is None else in_the_file(key, tensor)
-            copy_tensors(copied, writer)
+            copy_tensors(again.layout({key: tensor}), writer)
     waiting = dict(changed)
     while waiting:
         for key, plain in merged.stored_with(next(iter(waiting))).items():

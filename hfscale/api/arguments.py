@@ -17,7 +17,6 @@ from ..config.parallel import ParallelConfig
 from ..distributed.files.replace import finish_move
 from ..distributed.files.sources import find_source, refuse_foreign, written_elsewhere
 from ..models.fields import field
-from ..plan.quantized import AS_STORED
 from .located import located, reachable
 
 # Arguments of transformers' from_pretrained that distribute a model by other means.
@@ -198,7 +197,7 @@ def arguments_with_config(
             FILE,
         }
     }
-    by_host = {} if quantization in (None, AS_STORED) else {"quantization_config": quantization}
+    by_host = {} if isinstance(quantization, str | None) else {"quantization_config": quantization}
     return {**kept, "config": config, **by_host}
 
 

@@ -29,10 +29,10 @@ from ..config.parallel import ParallelConfig
 from ..config.schedules import schedule_of
 from ..distributed.mesh import Mesh
 from ..errors import ConfigError
+from ..extensions import provided
 from ..features.quantization.plan import plan_quantized
 from ..parallel.tensor.part import cut_parameters
 from ..plan import Plan
-from ..plan.quantized import AS_STORED
 from ..train.runtime.parameter_names import materialize_buffers
 from ..train.runtime.shards import LocalWeights
 from ..train.runtime.writing import all_or_none, not_finite, warn_of_not_finite
@@ -59,7 +59,7 @@ class Outline:
     config: PreTrainedConfig  # of the stock model
     auto_class: Any  # the Auto class, or model class, that builds it
     kwargs: dict[str, Any]  # further arguments of that class
-    # The quantization config, which is the user's or the checkpoint's, or "as_stored".
+    # The quantization config, which is the user's or the checkpoint's, or the name of an extension's quantization.
     quantization: Any = None
     stored: bool = False  # whether the checkpoint's quantized weights stay quantized
     # The quantization format of weights in the checkpoint that are dequantized when they are loaded.
@@ -98,11 +98,9 @@ class Outline:
         if self.quantization is not None:
             options.check_quantized()
         planned = plan_model(self.model, layout, options)
-        if self.quantization == AS_STORED:
-            from ..checkpoint.kept_as_stored import plan_as_stored
-
-            assert self.form is not None
-            return plan_as_stored(planned, self.model, self.form)
+        if isinstance(self.quantization, str):
+            planned = provided("quantizations", self.quantization)(planned, self.model, self.form)
+            return planned
         return plan_quantized(planned, self.model, self.quantization, self.stored)
 
 

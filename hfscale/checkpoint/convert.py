@@ -34,8 +34,8 @@ from .coverage import note_carried
 from .save import write_parameter
 from .state_directory import candidates, find_whole, mark_of, problems_of, states_in
 from .state_format import INDEX, StateIndex, StateReader
-from .stored_forms.encoding import QuantizedAgain, quantized_again
 from .stored_forms.scheme import describe_form
+from .written_form import written_form
 
 _log = logging.getLogger(__name__)
 _CONFIGS = (".json", ".py", ".jinja")
@@ -47,13 +47,12 @@ def convert_state(
     *,
     max_shard_size: str | int = "5GB",
     trust_remote_code: bool = False,
-    as_stored: bool = False,
+    quantization: str | None = None,
 ) -> StateIndex:
     """Write the weights of a state as a Hugging Face directory, or an adapter as PEFT's; return the state's index.
 
     The written bytes equal the bytes that :func:`hfscale.save_pretrained` would have written. ``source`` is the
-    directory of one state, or of several states. ``as_stored`` quantizes weights again in the quantization format of
-    the checkpoint that the model was loaded from.
+    directory of one state, or of several states. ``quantization`` is that of :func:`hfscale.save_pretrained`.
     """
     alone = Mesh(ParallelConfig(), torch.device("cpu"), dict.fromkeys(AXES, 0))
     with all_or_none(alone, f"{source} could not be read"):
@@ -72,7 +71,7 @@ def convert_state(
             _write_adapters(directory, reader, staging.path)
         else:
             _write_model(
-                directory, reader, staging.path, max_shard_size, trust_remote_code, as_stored
+                directory, reader, staging.path, max_shard_size, trust_remote_code, quantization
             )
     return index
 
@@ -123,7 +122,7 @@ def _write_model(
     target: Path,
     size: str | int,
     trusted: bool,
-    as_stored: bool,
+    quantization: str | None,
 ) -> None:
     tensors = reader.index.tensors
     stored = reader.index.stored
@@ -148,8 +147,8 @@ def _write_model(
         added.add(model)
         stored_names(model).read(model, stored_keys(model))
     converted = AsStored(model, contents)
-    again = quantized_again(model) if as_stored else QuantizedAgain()
-    carried = carried_tensors(model, as_stored)
+    again = written_form(quantization, model)
+    carried = carried_tensors(model, again)
     count = sum(
         prod(tensors[key].shape) for key in set(stored.values()) if key.startswith("weights/")
     )

@@ -21,7 +21,7 @@ from ..train.runtime.writing import atomic_directory
 from .copied import copy_files
 from .coverage import note_carried
 from .save import write_parameter
-from .stored_forms.encoding import QuantizedAgain
+from .written_form import PlainForm
 
 _CONFIG = "config.json"
 
@@ -60,12 +60,11 @@ def convert_source(
         for name, tensor in stored.items()
     }
     converted = AsStored(model, contents)
-    plain = QuantizedAgain()
     count = sum(prod(tensor.shape) for tensor in stored.values())
     with atomic_directory(target, stale=REPLACED) as staging:
         writer = CheckpointWriter(staging.path, converted.layout, max_shard_size, count)
         for name, tensor in stored.items():
-            write_parameter(writer, converted, plain, name, tensor[...])
+            write_parameter(writer, converted, PlainForm(), name, tensor[...])
         writer.finish()
         if own is not None:
             own.write_small_files(model, staging.path)

@@ -22,8 +22,9 @@ from ..distributed.files.sources import open_weights
 from ..distributed.files.writer import CheckpointWriter
 from ..errors import CheckpointError
 from .coverage import carried_by
-from .stored_forms.forms import as_plain, in_the_file
+from .stored_forms.forms import as_plain
 from .stored_forms.scheme import form_in
+from .written_form import PlainForm
 
 _log = logging.getLogger(__name__)
 _SUFFIXES = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
@@ -31,10 +32,9 @@ _WRITTEN = ("config.json", "generation_config.json", ADAPTER_CONFIG, "trainer_st
 _MOST_NAMED = 3
 
 
-def carried_tensors(model: nn.Module, as_stored: bool = False) -> dict[str, TensorOnDisk]:
+def carried_tensors(model: nn.Module, written: PlainForm) -> dict[str, TensorOnDisk]:
     """Return the tensors of a model's source checkpoint that the model's class does not load, which a save copies, by
-    their stored names. Log these names. With ``as_stored``, quantized tensors stay quantized and come with their
-    scales.
+    the names under which they are ``written``. Log their names.
     """
     carried = carried_by(model)
     if carried is None or not carried.names:
@@ -54,13 +54,7 @@ def carried_tensors(model: nn.Module, as_stored: bool = False) -> dict[str, Tens
             "lacks them: %s",
             len(lost), class_name(model), carried.directory, _some(lost),
         )  # fmt: skip
-    if not as_stored:
-        return found
-    return {
-        name: source
-        for key, tensor in found.items()
-        for name, source in in_the_file(key, tensor).items()
-    }
+    return written.layout(found)
 
 
 def stored_keys(model: nn.Module) -> list[str]:

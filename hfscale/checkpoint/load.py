@@ -9,7 +9,6 @@ whose values transformers rearranges in other ways are read in full and sharded 
 
 import logging
 from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,12 +38,10 @@ from ..train.runtime.parameter_names import put_parameter
 from ..train.runtime.shards import LocalWeights, local_tensor
 from ..train.runtime.writing import all_or_none
 from .coverage import check_coverage, names_besides, note_carried
-from .merged import merged_parameters, parts_of_share
 from .overwrites import find_overwrites, initialize_around
 from .stored_forms.scheme import StoredForm, form_in
 
 if TYPE_CHECKING:  # needed only for quantized weights
-    from ..distributed.files.stored_rows import StoredRow
     from ..features.quantization.arrival import QuantizedOnDisk, Quantizing
 
 _log = logging.getLogger(__name__)
@@ -75,7 +72,7 @@ class _Loader:
         self.overwritten: set[str] = set()
         self.quantizing: Quantizing | None = None
         self.renamed: dict[str, str] = {}  # name in the model -> in the checkpoint
-        self.rows: dict[str, StoredRow] = {}  # weights that stay in the checkpoint's quantized form
+        self.rows: dict[str, Any] = {}  # weights that an extension's quantization keeps
 
     def prepare(
         self, model: Any, weight_mapping: list[Any], files: list[str], quantizer: Any
@@ -105,7 +102,7 @@ class _Loader:
         first = self.mesh.is_first
         check_coverage(self.plan, list(stored), self.stored, str(self.directory), tells=first)
         self._note_others(model, targets)
-        self._keep_stored(model, stored, targets)
+        self._keep(model, stored, targets)
         keep_own_stages(model, self.plan, self.mesh)
         if quantizer is not None:
             self.quantizing = Quantizing(model, self.plan, self.mesh, quantizer)
@@ -183,25 +180,11 @@ class _Loader:
         read = {self.renamed.get(key, key): target.name for key, target in targets.items()}
         note_carried(model, self.directory, names_besides(model, read))
 
-    def _keep_stored(
-        self, model: Any, stored: dict[str, TensorOnDisk], targets: dict[str, Destination]
-    ) -> None:
-        """Keep the full ``model``'s weights quantized as they are stored, if the plan requests it. From the plan's list
-        of quantized weights, remove those that the files do not store quantized.
-        """
-        quantized = self.plan.quantized
-        if quantized is None or not quantized.as_stored:
-            return
-        from ..distributed.files.stored_rows import StoredRow
-        from .kept_as_stored import stored_sources
-
-        sources = stored_sources(self.plan, model, stored, targets, tells=self.mesh.is_first)
-        self.plan = replace(self.plan, quantized=replace(quantized, weights=tuple(sources)))
-        self.rows = {
-            n: StoredRow(self.plan.by_name[n], sources[n], self.mesh.ranks)
-            for n in sources
-            if n in self.held
-        }
+    def _keep(self, *found: Any) -> None:
+        """Keep weights in the form in which the checkpoint stores them, if an extension's quantization planned that."""
+        kept: Any = self.plan.quantized
+        if kept is not None and not kept.by_bitsandbytes:
+            self.plan, self.rows = kept.keep(self.plan, self.mesh, *found)
 
     def _give_local_shapes(self, model: Any) -> None:
         """Give the meta model's parameters this rank's shapes; parameters that are converted in full stay full."""
@@ -280,6 +263,10 @@ class _Loader:
         """Map each of this rank's parameters that transformers merges from stored tensors to the slices of these
         tensors.
         """
+        if not any(target.converter for target in targets.values()):
+            return {}
+        from .merged import merged_parameters, parts_of_share
+
         return {
             name: {name: self.rows[name]}
             if name in self.rows
@@ -339,11 +326,8 @@ class _Loader:
             if parameter.dtype != shares.tensors[owner].dtype:
                 parameter.data = parameter.data.to(shares.tensors[owner].dtype)
             put_parameter(model, name, parameter)
-        if self.rows:
-            from ..features.quantization.quantized_modules import hold_quantized
-
-            for name, row in self.rows.items():
-                hold_quantized(model, name, row.encoding)
+        for name, row in self.rows.items():
+            row.hold(model, name)
         return shares
 
 

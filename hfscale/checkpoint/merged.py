@@ -6,8 +6,7 @@ parameter is sharded (its ``cuts``) determines which slice of each *stored* tens
 
     experts.4.gate_proj [2, 3]  ->  gate_up_proj[4, 0:2]      experts.4.up_proj [2, 3]  ->  gate_up_proj[4, 2:4]
 
-transformers gets only these slices and merges them into the shard, so no rank reads another rank's experts. If the
-stored weights are quantized and only adapters train, the merged parameter may stay in the stored bytes.
+transformers gets only these slices and merges them into the shard, so no rank reads another rank's experts.
 """
 
 from collections.abc import Collection, Mapping, Sequence

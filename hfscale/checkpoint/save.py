@@ -29,8 +29,8 @@ from ..train.guards.part import as_built
 from ..train.runtime import Runtime, runtime_of, writing
 from ..train.runtime.full_tensors import full_tensors, tensors_to_save
 from .copied import carried_tensors, copy_files, copy_tensors
-from .stored_forms.encoding import QuantizedAgain, quantized_again
 from .stored_forms.scheme import describe_form
+from .written_form import PlainForm, written_form
 
 
 @writing.saving()
@@ -74,13 +74,17 @@ def save_pretrained(
         runtime, model, call, "save those by model.save_pretrained or torch.save, in one process"
     )
     with _together(runtime, target, call, timeout, check_replicas):
-        again = QuantizedAgain() if quantization is None else _again(runtime, quantization)
         if (adapters := runtime.adapters) is not None:
+            if quantization is not None:
+                raise ConfigError(
+                    f"quantization={quantization!r} writes full weights, but the model has adapters, which are saved "
+                    "without the base: merge them first (hfscale.merge_and_unload), or leave quantization out"
+                )
             for name, directory in directories_of(adapters.names, target).items():
                 save_adapter(runtime, adapters.whole, name, directory)
         else:
             refuse_quantized(runtime.plan.quantized, target)
-            _write(runtime, target, max_shard_size, again)
+            _write(runtime, target, max_shard_size, written_form(quantization, runtime.model))
 
 
 @writing.saving()
@@ -120,23 +124,7 @@ def _together(
         yield
 
 
-def _again(runtime: Runtime, quantization: str) -> QuantizedAgain:
-    if quantization != "as_stored":
-        raise ConfigError(
-            f"quantization must be 'as_stored' or None, got {quantization!r}: pass one of these, or leave quantization "
-            "out"
-        )
-    if runtime.adapters is not None:
-        raise ConfigError(
-            "quantization='as_stored' writes full weights, but the model has adapters, which are saved without the "
-            "base: merge them first (hfscale.merge_and_unload), or leave quantization out"
-        )
-    return quantized_again(runtime.model)
-
-
-def _write(
-    runtime: Runtime, target: Path, max_shard_size: str | int, again: QuantizedAgain
-) -> None:
+def _write(runtime: Runtime, target: Path, max_shard_size: str | int, again: PlainForm) -> None:
     entries = tensors_to_save(runtime)
     contents = {
         entry.name: torch.empty(
@@ -153,9 +141,7 @@ def _write(
         wrong = ""
         carried = dict[str, TensorOnDisk]()
         if writing.is_writer(runtime.mesh):
-            carried = (
-                staging.attempt(carried_tensors, runtime.model, again.form is not None) or carried
-            )
+            carried = staging.attempt(carried_tensors, runtime.model, again) or carried
             layout = {**layout, **carried}
             size = runtime.plan.parameter_count
             writer = staging.attempt(CheckpointWriter, staging.path, layout, max_shard_size, size)
@@ -177,7 +163,7 @@ def _write(
 
 
 def write_parameter(
-    writer: CheckpointWriter, stored: AsStored, again: QuantizedAgain, name: str, tensor: Tensor
+    writer: CheckpointWriter, stored: AsStored, again: PlainForm, name: str, tensor: Tensor
 ) -> None:
     """Write the stored tensors that are made from one parameter, quantized again if its checkpoint was quantized. A
     stored tensor that is made from several parameters is written when the last of them is passed.

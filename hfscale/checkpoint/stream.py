@@ -21,7 +21,7 @@ from ..train.runtime import Runtime, runtime_of
 from ..train.runtime.full_tensors import SavedTensor, full_tensors, shares, tensors_to_save
 from ..train.runtime.parameter_names import stock_name
 from .copied import carried_tensors
-from .stored_forms.encoding import QuantizedAgain, quantized_again
+from .written_form import written_form
 
 _NONE = torch.empty(0)  # yielded on ranks that get no weights
 
@@ -257,14 +257,13 @@ class _Stored:
         self._model = runtime.model
         self._here = here
         self._owned = {entry.name: entry.owned for entry in entries}
-        self._again = (
-            quantized_again(runtime.model) if quantization == "as_stored" else QuantizedAgain()
-        )
+        by_host = not isinstance(quantization, str | None)
+        self._again = written_form(None if by_host else quantization, runtime.model)
         self._encoder = None
         self._contents = {
             e.name: torch.empty(e.shape, dtype=e.dtype, device="meta") for e in entries
         }
-        if quantization is not None and self._again.form is None:
+        if by_host:
             self._encoder = Fp8Encoder(runtime.model, quantization)
             # Checked on every rank before anything is sent.
             for name in filter(self._encoder.wants, self._contents):
@@ -311,13 +310,9 @@ class _Stored:
             )
             for key, made in stored.items():
                 yield from encodes.made_of(key, made).items()
-        last = (
-            carried_tensors(self._model, self._again.form is not None)
-            if self._here and carried
-            else {}
-        )
-        for key, on_disk in last.items():
-            yield key, on_disk[...]
+        if self._here and carried:
+            for key, on_disk in carried_tensors(self._model, self._again).items():
+                yield key, on_disk[...]
 
 
 def _full(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from .look import add_output, check_directory, check_target, show
+from .look import add_conversion, check_directory, check_target, conversion_of, show
 
 HELP = "write a saved state as a Hugging Face directory"
 ENGINES = ("vllm", "sglang")
@@ -26,14 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run the code that came with the model"
-    )
-    parser.add_argument(
-        "--as-stored",
-        action="store_true",
-        help="quantize the weights again, in the format of the checkpoint that training started from",
-    )
-    parser.add_argument(
         "--adapter-for", choices=ENGINES, help="DIR is an adapter: write one that this engine loads"
     )
     parser.add_argument(
@@ -48,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="for another trainer's shards: the directory with the model's config.json",
     )
-    add_output(parser)
+    add_conversion(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -62,11 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
     if (source := find_source(arguments.state)) is not None:
         _convert_source(source, arguments)
         return
-    options = {
-        name: getattr(arguments, name)
-        for name in ("max_shard_size", "trust_remote_code", "as_stored")
-    }
-    index = convert_state(arguments.state, arguments.out, **options)
+    index = convert_state(arguments.state, arguments.out, **conversion_of(arguments))
     what = "an adapter" if index.adapter else "a model"
     at = "" if index.step is None else f" of step {index.step}"
     result = {

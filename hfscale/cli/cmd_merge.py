@@ -7,7 +7,7 @@ explains, nothing is written.
 import argparse
 from pathlib import Path
 
-from .look import add_output, check_directory, check_target, print_json, working
+from .look import add_conversion, check_directory, check_target, conversion_of, print_json, working
 
 HELP = "merge a saved adapter into its base, one module in memory at a time"
 EXAMPLE = "hfscale merge path/to/base runs/mine/adapter out"
@@ -23,17 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run the code that comes with the model"
-    )
-    parser.add_argument(
-        "--as-stored",
-        action="store_true",
-        help="quantize merged weights again, in the format of a quantized BASE",
-    )
-    parser.add_argument(
         "--no-check", action="store_true", help="do not load the models to compare their logits"
     )
-    add_output(parser)
+    add_conversion(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -49,12 +41,10 @@ def run(arguments: argparse.Namespace) -> None:
         trusted = arguments.trust_remote_code
         differences.append(logit_difference(arguments.base, arguments.adapter, written, trusted))
 
-    options = {
-        name: getattr(arguments, name)
-        for name in ("max_shard_size", "trust_remote_code", "as_stored")
-    }
     places = arguments.base, arguments.adapter, arguments.out
-    changed = merge_adapter(*places, **options, check=None if arguments.no_check else check)
+    changed = merge_adapter(
+        *places, **conversion_of(arguments), check=None if arguments.no_check else check
+    )
     difference = differences[0] if differences else None
     if arguments.json:
         print_json({"directory": arguments.out, "changed": changed, "logit_difference": difference})

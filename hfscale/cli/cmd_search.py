@@ -150,7 +150,9 @@ def _write(arguments: argparse.Namespace, found: Any, training: dict[str, Any]) 
         targets = arguments.lora if arguments.lora == "all-linear" else arguments.lora.split(",")
         more["adapter"] = {"method": "lora", "r": arguments.rank or 16, "target_modules": targets}
     if arguments.quantize is not None:
-        more["quantization"] = flags.QUANTIZATIONS[arguments.quantize]
+        more["quantization"] = flags.QUANTIZATIONS.get(
+            arguments.quantize, {arguments.quantize: True}
+        )
     arguments.out.write_text(recipe_of(found, arguments.model, **more))
     if not arguments.json:
         print(f"\nwrote {arguments.out}")

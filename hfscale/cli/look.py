@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..extensions import added
 
 _PICTURES = (".png", ".svg")
 _STAGING = ".incomplete"  # directory that a killed command leaves, and the next one removes
@@ -60,6 +61,31 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         "--overwrite", action="store_true", help="write into OUT even if it has files: weights and files of the same "
         "names are replaced, other files stay"
     )  # fmt: skip
+
+
+def add_conversion(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of :func:`add_output`, ``--trust-remote-code``, and a flag for each form of weights that an
+    extension adds, for a command that writes the weights of a model again.
+    """
+    add_output(parser)
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the code that comes with the model"
+    )
+    parser.set_defaults(quantization=None)
+    for name in added("written_forms"):
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            dest="quantization",
+            action="store_const",
+            const=name,
+            help="quantize the weights again, in the format of the checkpoint that training started from",
+        )
+
+
+def conversion_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of the flags of :func:`add_conversion` that say what is written."""
+    names = ("max_shard_size", "trust_remote_code", "quantization")
+    return {name: getattr(arguments, name) for name in names}
 
 
 def check_target(out: Path, overwrite: bool, **sources: Path | str) -> None:

@@ -25,7 +25,6 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
     "int8": {"load_in_8bit": True},
-    "as_stored": {"as_stored": True},
 }
 """Map each value of ``--quantize`` to the fields of a recipe's ``quantization`` section that have the same effect."""
 ON_HOST = ("parameters", "optimizer", "activations")
@@ -149,8 +148,8 @@ def add_training_arguments(parser: Adds) -> None:
     """
     parser.add_argument(
         "--quantize",
-        choices=tuple(QUANTIZATIONS),
-        help="keep weights in 4 or 8 bits, or as the checkpoint stores them",
+        choices=(*QUANTIZATIONS, *added("quantizations")),
+        help="the quantization format in which weights are kept",
     )
     add_lora(parser, "train LoRA adapters")
     parser.add_argument("--rank", type=int, metavar="R", help="rank of the adapters (default: 16)")
@@ -193,21 +192,18 @@ def plan_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
         int(again) if again.isdigit() else again, tile_tokens=arguments.tile_tokens, **away
     )
     given: dict[str, Any] = {"memory": memory, "mixed_precision": arguments.mixed_precision or "no"}
+    fields = QUANTIZATIONS.get(arguments.quantize)
     given |= {
+        "quantization_config": BitsAndBytesConfig(**fields) if fields else arguments.quantize,
         "auto_class": auto_class_of(arguments.auto_class),
         "dtype": arguments.dtype,
         **remote_code(arguments),
     }
-    kind = arguments.quantize
     rank = arguments.rank
     if rank is not None and (rank < 1 or arguments.lora is None):
         raise ConfigError(
             f"--rank must be a whole number of at least 1, and needs --lora, got --rank {rank}: give both, or leave "
             "--rank out"
-        )
-    if kind is not None:
-        given["quantization_config"] = (
-            kind if kind == "as_stored" else BitsAndBytesConfig(**QUANTIZATIONS[kind])
         )
     if arguments.lora is not None:
         from ..features.adapters.storage import config_class

@@ -94,7 +94,7 @@ class PlanContents:
     # name of the embedding of input tokens, sharded or not; ``None`` if there is no such embedding
     lookup: str | None = None
     stages: StagePlan | None = None  # the pipeline stages; ``None`` if ``pp_size`` is 1
-    # the weights that are held in 4 or 8 bits or as stored; ``None`` if there are no such weights
+    # the weights that are held quantized; ``None`` if there are no such weights
     quantized: QuantizedPlan | None = None
     adapters: tuple[
         AdapterParameter, ...
@@ -122,7 +122,7 @@ class PlanContents:
 
     @property
     def quantized_weights(self) -> tuple[str, ...]:
-        """Names of the parameters that are quantized: to 4 or 8 bits, or as in their checkpoint."""
+        """Names of the parameters that are quantized."""
         return () if self.quantized is None else self.quantized.weights
 
     @cached_property

@@ -20,7 +20,6 @@ from math import ceil, prod
 from .cut import Cut, Spans, cut_shape, share_spans
 from .parameter import ParameterPlan
 
-AS_STORED = "as_stored"  # the quantization config that keeps weights in the bytes that their checkpoint stores
 BLOCK = 64  # values per scale in 4 bits
 # In double quantization, the number of scales that are quantized with one outer scale
 OUTER_BLOCK = 256
@@ -96,41 +95,31 @@ class QuantizedPlan:
     """Describe the quantized weights of a model: which parameters they are, and their quantization format."""
 
     bits: int  # 4 or 8
-    kind: str  # ``nf4``, ``fp4`` or ``int8``
+    kind: str  # ``nf4``, ``fp4`` or ``int8``, or a name of an extension's
     double: bool  # whether the scales of 4-bit blocks are quantized too
     weights: tuple[str, ...]  # names of the parameters
     # names of ``weights`` that are stored as ``[in, out]`` and quantized as ``[out, in]``
     transposed: frozenset[str] = frozenset()
     # whether the checkpoint's weights are quantized; their scales then stay in float32
     stored: bool = False
-    # bytes per value, scales included, of weights that stay in the checkpoint's encoding; 0: bitsandbytes' encoding
-    size: float = 0.0
+    by_bitsandbytes = True
+    """Whether bitsandbytes' modules hold the weights; PEFT and inference engines support these modules."""
 
     @property
-    def as_stored(self) -> bool:
-        """Return whether the model holds the weights in the quantized bytes that the checkpoint stores, such as fp8."""
-        return self.size > 0
-
-    @property
-    def by_bitsandbytes(self) -> bool:
-        """Return whether bitsandbytes' modules hold the weights; PEFT and inference engines support these modules."""
-        return not self.as_stored
+    def bytes_per_value(self) -> float:
+        """Return the mean bytes per weight that data ranks gather, with a scale for each 4-bit block."""
+        return 0.5 + 4 / BLOCK if self.bits == 4 else 1.0
 
     @property
     def described(self) -> str:
-        """The quantization format in words: ``in 4 bits``, or ``held as stored (fp8)``."""
-        return f"held as stored ({self.kind})" if self.as_stored else f"in {self.bits} bits"
+        """The quantization format in words: ``in 4 bits``, for example."""
+        return f"in {self.bits} bits"
 
     def lines(self, by_name: Mapping[str, ParameterPlan]) -> list[str]:
         """Return lines for the printed plan about the quantized weights: their format, and why results on shards may
         differ from those in one process. ``by_name`` maps names to the plans of all parameters.
         """
         weights = [by_name[name] for name in self.weights]
-        if self.as_stored:
-            size = f"{self.size:.3g} bytes of a value"
-            return [
-                f"quantized: {len(weights)} weights in the bytes of their checkpoint ({self.kind}, {size})"
-            ]
         lines = [f"quantized: {len(weights)} weights in {self.bits} bits ({self.kind})"]
         cut_through = sum(not self.aligned(planned) for planned in weights)
         if cut_through and self.stored:
@@ -155,8 +144,6 @@ class QuantizedPlan:
         """
         matrices = prod(local[:-2])
         values = prod(local[-2:])
-        if self.as_stored:
-            return ceil(matrices * values * self.size)
         if self.bits == 8:
             return values + 4 * local[-1 if name in self.transposed else -2]
         blocks = ceil(values / BLOCK)

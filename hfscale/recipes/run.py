@@ -11,8 +11,8 @@ import hfscale
 
 from .._compat.transformers.classes import made_or_explained
 from ..config.options import Options
+from ..extensions import added
 from ..features.adapters.storage import config_class
-from ..plan.quantized import AS_STORED
 from ..train.packed_rows.guard import check_packed_rows
 from .batch_sizes import expect_memory, per_rank
 from .checks import made_of
@@ -221,11 +221,12 @@ def adapter_of(recipe: FinetuneRecipe) -> Any:
 
 
 def quantization_of(recipe: FinetuneRecipe | TeacherRecipe) -> BitsAndBytesConfig | str | None:
-    """Return the quantization config of the base or teacher model: bitsandbytes' config, or ``"as_stored"`` to keep the
-    checkpoint's quantized weights. Return ``None`` if weights are not quantized in memory.
+    """Return the quantization config of the base or teacher model: bitsandbytes' config, or the name of an extension's
+    quantization. Return ``None`` if weights are not quantized in memory.
     """
-    if recipe.quantization == {AS_STORED: True}:
-        return AS_STORED
+    for name in added("quantizations"):
+        if recipe.quantization == {name: True}:
+            return name
     return (
         made_of("quantization", BitsAndBytesConfig, recipe.quantization, {})
         if recipe.quantization

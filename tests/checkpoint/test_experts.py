@@ -27,7 +27,7 @@ from transformers import (
 import hfscale
 from hfscale import CheckpointError, ParallelConfig
 from hfscale._compat.transformers.stored import Merge
-from hfscale.checkpoint import load
+from hfscale.checkpoint import load, merged
 from hfscale.checkpoint.checksums import checksum, verify_experts
 from hfscale.checkpoint.merged import parts_of_share
 from hfscale.distributed.files.reader import SafetensorsFile, ShareOnDisk
@@ -444,12 +444,12 @@ def test_rows_of_stacked_matrices_are_read_alone(tmp_path: Path) -> None:
 
 
 def shares_read_whole(path: Path, layout: Layout) -> tuple[dict[str, int], dict[str, Tensor]]:
-    original = load.merged_parameters
-    load.merged_parameters = lambda found: {}  # as for a converter that is not known
+    original = merged.merged_parameters
+    merged.merged_parameters = lambda found: {}  # as for a converter that is not known
     try:
         model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout))
     finally:
-        load.merged_parameters = original
+        merged.merged_parameters = original
     return shares(model)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 import hfscale
-from hfscale import CheckpointError, ConfigError, ParallelConfig, PlanError
+from hfscale import CheckpointError, ParallelConfig, PlanError
 from hfscale.testing import RankPool
 
 from ..tiny_models import tiny
@@ -109,22 +109,6 @@ def test_weights_are_those_of_stock(
     for each in found:
         for name, value in each.items():
             assert torch.equal(value, values[name].to(torch.bfloat16)), name
-
-
-def test_stored_bytes_under_adapters(tmp_path: Path) -> None:
-    from peft import LoraConfig
-
-    write_int8(tmp_path)
-    stored = str(tmp_path / "stored")
-    lora = LoraConfig(target_modules="all-linear", init_lora_weights=False)
-    batch = {"input_ids": torch.arange(12).view(2, 6), "labels": torch.arange(12).view(2, 6)}
-    options = {"dtype": torch.float32, "peft_config": lora}
-    plain = hfscale.from_pretrained(stored, **options)
-    kept = hfscale.from_pretrained(stored, quantization_config="as_stored", **options)
-    assert hfscale.train_step(kept, batch) == hfscale.train_step(plain, batch)
-    whole = hfscale.from_pretrained(stored)
-    with pytest.raises(ConfigError, match="the checkpoint is in llm_int8"):
-        hfscale.save_pretrained(whole, tmp_path / "out", quantization="as_stored")
 
 
 def test_rows_in_another_order_are_refused(tmp_path: Path) -> None:

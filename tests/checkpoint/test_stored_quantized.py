@@ -22,9 +22,7 @@ from transformers import (
 
 import hfscale
 from hfscale import CheckpointError, ConfigError, ParallelConfig, PlanError
-from hfscale.api.adapter_files import merge_adapter
 from hfscale.checkpoint.checksums import verify_experts
-from hfscale.checkpoint.load import load_weights
 from hfscale.cli import main
 from hfscale.distributed.files import dequantized
 from hfscale.distributed.files.writer import bytes_of
@@ -233,78 +231,6 @@ def same_bytes(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         assert bytes_of(found[name]) == bytes_of(tensor), name
 
 
-def identical(first: Path, second: Path) -> None:
-    same_bytes(*(load_file(path / "model.safetensors") for path in (first, second)))
-    described = [
-        json.loads((path / "config.json").read_text())["quantization_config"]
-        for path in (first, second)
-    ]
-    assert described[0] == described[1]
-
-
-@pytest.mark.daily("torch.float32")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_an_untouched_checkpoint_is_saved_as_it_was(
-    written: dict[tuple[str, str], Path], tmp_path: Path, dtype: torch.dtype
-) -> None:
-    for directory in written.values():
-        model = hfscale.from_pretrained(directory / "stored", dtype=dtype)
-        hfscale.save_pretrained(model, tmp_path / directory.name, quantization="as_stored")
-        identical(tmp_path / directory.name, directory / "stored")
-
-
-def save_as_stored(paths: dict[tuple[str, str], Path], layout: Layout) -> None:
-    for path in paths.values():
-        model = hfscale.from_pretrained(path / "stored", parallel=ParallelConfig(**layout))
-        hfscale.save_pretrained(model, path / "again", quantization="as_stored")
-
-
-@pytest.mark.parametrize("layout", cases(["tp2-pp2", "ep2-dp_shard4"], daily=["tp2-pp2"]))
-def test_ranks_save_it_as_it_was(
-    pools: Pools, written: dict[tuple[str, str], Path], layout: str
-) -> None:
-    paths = {pair: written[pair] for pair in (("qwen3_moe", "int4"), ("gpt_oss", "mxfp4"))}
-    pools(4).run(save_as_stored, paths, LAYOUTS[layout])
-    for path in paths.values():
-        identical(path / "again", path / "stored")
-
-
-@pytest.mark.parametrize("pair", [("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4")])
-def test_trained_weights_are_quantized_again(
-    written: dict[tuple[str, str], Path], tmp_path: Path, pair: tuple[str, str]
-) -> None:
-    """What stock code and hfscale read of it is the same, and near to what was trained."""
-    model = hfscale.from_pretrained(written[pair] / "stored", dtype=torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(
-                0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator)
-            )
-    hfscale.save_pretrained(model, tmp_path / "out", quantization="as_stored")
-    asked = ASKED[WRITTEN[pair[1]].description["quant_method"]]
-    stock = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", dtype=torch.float32, quantization_config=asked()
-    )
-    ours = hfscale.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    equal(ours.state_dict(), {name: each.float() for name, each in stock.state_dict().items()})
-    for name, parameter in model.named_parameters():
-        apart = (ours.get_parameter(name) - parameter).norm()
-        assert apart <= (0.15 if pair[1] == "mxfp4" else 0.04) * parameter.norm(), name
-
-
-def test_what_was_not_stored_quantized(
-    written: dict[tuple[str, str], Path], tmp_path: Path
-) -> None:
-    model = hfscale.from_pretrained(written["llama", "fp8"] / "plain")
-    with pytest.raises(
-        ConfigError, match="needs the quantized checkpoint that the model was loaded from"
-    ):
-        hfscale.save_pretrained(model, tmp_path / "out", quantization="as_stored")
-    with pytest.raises(ConfigError, match="quantization must be 'as_stored' or None, got 'fp8'"):
-        hfscale.save_pretrained(model, tmp_path / "out", quantization="fp8")
-
-
 # What it takes
 
 
@@ -411,110 +337,39 @@ MERGED = {
 }
 
 
+def merged_file_to_file(
+    stored: Path, out: Path, pair: tuple[str, str], quantization: str | None
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Merge an adapter into ``stored``; return what is written, which is bit by bit what a loaded model writes, and
+    what it streams.
+    """
+    lora = LoraConfig(r=2, init_lora_weights=False, **MERGED[pair])
+    adapted = hfscale.from_pretrained(stored, peft_config=lora)
+    hfscale.save_pretrained(adapted, out / "adapter")
+    streamed = dict(
+        hfscale.stream_weights(adapted, merge_adapters=True, quantization_config=quantization)
+    )
+    merged = hfscale.merge_and_unload(adapted)
+    hfscale.save_pretrained(merged, out / "loaded", quantization=quantization)
+    files = [] if quantization is None else [f"--{quantization.replace('_', '-')}"]
+    places = [str(path) for path in (stored, out / "adapter", out / "out")]
+    assert main(["merge", *places, *files]) == 0
+    found, expected = (load_file(out / name / "model.safetensors") for name in ("out", "loaded"))
+    kept = "e_score_correction_bias"  # the host loads it in float32, however it is stored
+    same_bytes(
+        found, {n: t.to(found[n].dtype) if n.endswith(kept) else t for n, t in expected.items()}
+    )
+    described = "quantization_config" in json.loads((out / "out" / "config.json").read_text())
+    assert described == (quantization is not None)
+    return found, streamed
+
+
 @pytest.mark.daily("pair3")
 @pytest.mark.parametrize("pair", MERGED)
 def test_merged_file_to_file(
     written: dict[tuple[str, str], Path], tmp_path: Path, pair: tuple[str, str]
 ) -> None:
-    """As plain values and as stored, bit by bit what a loaded model writes; untouched tensors byte for byte."""
-    stored = written[pair] / "stored"
-    lora = LoraConfig(r=2, init_lora_weights=False, **MERGED[pair])
-    adapted = hfscale.from_pretrained(stored, peft_config=lora)
-    hfscale.save_pretrained(adapted, tmp_path / "adapter")
-    with pytest.raises(
-        ConfigError,
-        match="quantization='as_stored' writes full weights, but the model has adapters",
-    ):
-        hfscale.save_pretrained(adapted, tmp_path / "loaded", quantization="as_stored")
-    streamed = dict(
-        hfscale.stream_weights(adapted, merge_adapters=True, quantization_config="as_stored")
-    )
-    merged = hfscale.merge_and_unload(adapted)
-    for again in (None, "as_stored"):
-        hfscale.save_pretrained(merged, tmp_path / "loaded", quantization=again)
-        files = ["--as-stored"] if again else []
-        places = [str(path) for path in (stored, tmp_path / "adapter", tmp_path / "out")]
-        assert main(["merge", *places, "--overwrite", *files]) == 0
-        found, expected = (
-            load_file(tmp_path / name / "model.safetensors") for name in ("out", "loaded")
-        )
-        kept = "e_score_correction_bias"  # the host loads it in float32, however it is stored
-        same_bytes(
-            found, {n: t.to(found[n].dtype) if n.endswith(kept) else t for n, t in expected.items()}
-        )
-        described = "quantization_config" in json.loads(
-            (tmp_path / "out" / "config.json").read_text()
-        )
-        assert described == (again is not None)
-    same_bytes(streamed, found)
-    before = load_file(stored / "model.safetensors")
-    changed = {name for name, tensor in before.items() if bytes_of(found[name]) != bytes_of(tensor)}
-    targets = (
-        "q_proj",
-        "v_proj",
-        "o_proj",
-        ".down_proj",
-        "gate_proj",
-        "up_proj",
-        "experts.down_proj",
-    )
-    assert changed
-    assert all(any(target in name for target in targets) for name in changed)
-
-
-def test_a_plain_base_has_no_stored_form(
-    written: dict[tuple[str, str], Path], tmp_path: Path
-) -> None:
-    plain = written["llama", "fp8"] / "plain"
-    adapted = hfscale.from_pretrained(plain, peft_config=LoraConfig(r=2, target_modules=["q_proj"]))
-    hfscale.save_pretrained(adapted, tmp_path / "adapter")
-    with pytest.raises(ConfigError, match="does not store quantized weights"):
-        merge_adapter(plain, tmp_path / "adapter", tmp_path / "out", as_stored=True)
-    with pytest.raises(ConfigError, match="needs the quantized checkpoint"):
-        hfscale.stream_weights(adapted, quantization_config="as_stored")
-
-
-def reload_and_save_state(paths: dict[tuple[str, str], Path], layout: Layout, out: Path) -> None:
-    """Replace weights by those of a quantized checkpoint, stream them as stored, and save a state of them."""
-    for pair, path in paths.items():
-        model = hfscale.from_pretrained(path / "stored", parallel=ParallelConfig(**layout))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                local_tensor(parameter).zero_()
-        load_weights(model, path / "stored")
-        streamed = {
-            n: t.clone() for n, t in hfscale.stream_weights(model, quantization_config="as_stored")
-        }
-        if streamed:
-            same_bytes(streamed, load_file(path / "stored" / "model.safetensors"))
-        hfscale.save_state(model, out / pair[0], step=1)
-
-
-def test_states_are_converted_as_stored(
-    pools: Pools,
-    written: dict[tuple[str, str], Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    paths = {
-        pair: written[pair]
-        for pair in (("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4"), ("llama", "int4"))
-    }
-    pools(4).run(reload_and_save_state, paths, LAYOUTS["tp2-pp2"], tmp_path)
-    for pair, path in paths.items():
-        assert (
-            main(
-                [
-                    "convert",
-                    str(tmp_path / pair[0]),
-                    str(tmp_path / "out"),
-                    "--as-stored",
-                    "--overwrite",
-                ]
-            )
-            == 0
-        )
-        identical(tmp_path / "out", path / "stored")
+    merged_file_to_file(written[pair] / "stored", tmp_path, pair, None)
 
 
 def test_asked_for_another_form(written: dict[tuple[str, str], Path]) -> None:

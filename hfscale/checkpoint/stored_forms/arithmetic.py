@@ -143,28 +143,6 @@ def codes_in_int32(bits: int) -> Along:
     return Along(32 * words // bits, words, partial(_codes_of, bits=bits, words=words))
 
 
-def words_of(codes: Tensor, along: Along, kind: torch.dtype) -> Tensor:
-    """Pack integer ``codes`` along their last dim into words of dtype ``kind``, the inverse of the unpacking that
-    ``along`` describes.
-    """
-    if kind != torch.int32:
-        return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8).view(kind)
-    bits = 32 * along.words // along.entries
-    length = -(-codes.shape[-1] * bits // 32)
-    stream = torch.nn.functional.pad(
-        codes.long() + (1 << bits - 1), (0, -codes.shape[-1] % along.entries)
-    )
-    units = stream.unflatten(-1, (-1, along.entries))
-    words = units.new_zeros((*units.shape[:-1], along.words + 1))
-    for entry in range(along.entries):
-        word, shift = divmod(entry * bits, 32)
-        wide = units[..., entry] << shift
-        words[..., word] |= wide & 0xFFFFFFFF
-        words[..., word + 1] |= wide >> 32
-    whole = words[..., :-1].flatten(-2)[..., :length]
-    return torch.where(whole >= 1 << 31, whole - (1 << 32), whole).int()
-
-
 def _codes_of(stored: Tensor, bits: int, words: int) -> Tensor:
     missing = -stored.shape[-1] % words  # the last unit of a row may be incomplete
     units = (

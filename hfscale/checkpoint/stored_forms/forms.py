@@ -265,15 +265,6 @@ def _dequantized(
     return {**rest, **weights}
 
 
-def in_the_file(key: str, tensor: TensorOnDisk) -> dict[str, TensorOnDisk]:
-    """Return, by name, the tensors that a checkpoint stores for ``tensor``: values and scales if it is a quantized
-    weight, otherwise only the tensor ``key``.
-    """
-    if not isinstance(tensor, DequantizedOnDisk):
-        return {key: tensor}
-    return {name: source for name, (_, source) in tensor.stored_as.items()}
-
-
 def load_weights_as(
     stored: Mapping[str, TensorOnDisk],
     targets: Mapping[str, Destination],

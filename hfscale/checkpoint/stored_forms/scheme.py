@@ -5,12 +5,11 @@ import re
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ...plan.quantized import AS_STORED
+from ...extensions import added
 
 OF_GGUF = "gguf"
 """Transformers' name of the quantization method of GGUF files."""
@@ -20,8 +19,6 @@ TORCHAO = "torchao"
 GEMMA = "gemma"
 READ = ("fp8", "mxfp8", "mxfp4", "compressed-tensors", INT8, TORCHAO, GEMMA)
 """Names of the quantization methods of checkpoints whose weights hfscale can dequantize."""
-ENCODED = READ[:4]
-"""Names of the quantization methods in which hfscale can also write weights."""
 _TORCHAO_TYPES = {
     "Int8WeightOnlyConfig",
     "Int8DynamicActivationInt8WeightConfig",
@@ -96,34 +93,6 @@ class StoredForm:
         found = next((each for pattern, each in own.items() if re.search(pattern, name)), {})
         return int(found.get("num_bits") or self.values.get("num_bits") or 4)
 
-    def bytes_per_value(self, name: str, shape: tuple[int, ...]) -> float:
-        """Return the mean number of stored bytes per entry of the weight ``name``, including its scales; 0 if the
-        config does not quantize this weight.
-        """
-        if self.method == "mxfp4":
-            return 0.5 + 1 / 32 if ".experts." in name else 0.0
-        scheme = self.scheme(name)
-        names = {name, name.replace(".experts.", ".experts.0.")}
-        kept = self.values.get("modules_to_not_convert") or self.values.get("ignore") or ()
-        if any(_names(pattern, each.removesuffix(".weight")) for pattern in kept for each in names):
-            return 0.0
-        if self.method == GEMMA:
-            return scheme.bits / 8 + 4 / shape[-1]
-        if self.method != "compressed-tensors":
-            return 1 + (1 / 32 if self.method == "mxfp8" else 4 / prod(scheme.block or shape[-2:]))
-        return scheme.bits / 8 + 2 / (
-            prod(scheme.block) if scheme.block else scheme.group or shape[-1]
-        )
-
-
-def _names(pattern: str, name: str) -> bool:
-    """Return whether ``pattern``, which a quantization config excludes from quantization, matches the module ``name``:
-    as a regular expression after ``re:``, otherwise as whole components of the dotted name.
-    """
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], name) is not None
-    return f".{pattern}." in f".{name}."
-
 
 def _group(groups: list[dict[str, Any]], experts: bool) -> dict[str, Any]:
     """Return the entry of a compressed-tensors config's ``config_groups`` that transformers applies to experts or,
@@ -194,30 +163,27 @@ def _form(values: Mapping[str, Any] | None) -> StoredForm | None:
 
 
 def check_asked_form(config: Any, given: Any) -> Any:
-    """Return ``"as_stored"`` if ``given``, the user's quantization config, requests the checkpoint's own quantization
-    format, ``None`` if it requests dequantized weights, and otherwise ``given`` itself. Raise :class:`ConfigError` if
-    it requests a stored format that the checkpoint does not have.
+    """Return the name of an extension's quantization if ``given``, the user's quantization config, requests it for the
+    checkpoint's quantized weights, ``None`` if it requests dequantized weights, and otherwise ``given`` itself. Raise
+    :class:`ConfigError` if it requests a stored format that the checkpoint does not have.
     """
     plain = getattr(given, "dequantize", False)
-    kept = not plain and (
-        method_of(given) in READ or (isinstance(given, str) and given == AS_STORED)
-    )
-    if not kept and not plain:
+    in_form = method_of(given) in READ
+    names = (name for name in added("quantizations") if in_form or name == given)
+    kept = None if plain else next(names, None)
+    if kept is None and not plain:
         return given
     values = description(config)
     found = None if values is None else values["quant_method"]
     asked = method_of(given) or found
     if found != asked or found not in READ:
-        shown = (
-            "'as_stored'"
-            if given == AS_STORED
-            else f"{type(given).__name__}({'' if kept else 'dequantize=True'})"
-        )
+        class_call = f"{type(given).__name__}({'dequantize=True' if plain else ''})"
+        shown = repr(given) if given == kept else class_call
         raise ConfigError(
             f"quantization_config={shown} is for a checkpoint stored in the format {asked or ', '.join(READ)}, but "
             f"this checkpoint is {f'in {found}' if found else 'not quantized'}: leave quantization_config out"
         )
-    return AS_STORED if kept else None
+    return kept
 
 
 def method_of(given: Any) -> Any:

@@ -20,7 +20,6 @@ from .activation_bytes import has_head, is_matrix, trained_names
 from .layer_bytes import types_of, widest
 
 _DECODED = {4: 9.0, 8: 10.0}  # bits -> bytes moved per weight to dequantize it, in both passes
-_STORED = {4: 0.5 + 4 / 64, 8: 1.0}  # bits -> bytes per weight, with a scale for each block
 
 
 @dataclass(frozen=True)
@@ -184,9 +183,7 @@ def _gathered_bytes(plan: Plan, mixed: bool) -> float:
     of the computation, in 8 bits, or quantized.
     """
     quantized = frozenset(plan.quantized_weights)
-    size = 0.0
-    if plan.quantized is not None:
-        size = plan.quantized.size or _STORED[plan.quantized.bits]
+    size = 0.0 if plan.quantized is None else plan.quantized.bytes_per_value
     types = {p.name: 2 if mixed else p.dtype.itemsize for p in plan.owned()}
     types |= dict.fromkeys(gathered_in_8_bits(plan), 1)
     entries = matrix_entries(plan)

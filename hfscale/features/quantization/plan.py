@@ -1,5 +1,5 @@
-"""Plan which weights a frozen base model holds in 4 or 8 bits, or in the checkpoint's own format. Raise for unsupported
-options before any weight is read.
+"""Plan which weights a frozen base model holds in 4 or 8 bits. Raise for unsupported options before any weight is
+read.
 """
 
 import importlib
@@ -15,14 +15,15 @@ from transformers import BitsAndBytesConfig
 from ..._compat.transformers.classes import class_name
 from ..._compat.transformers.loading import quantizes
 from ...errors import ConfigError
+from ...extensions import added
 from ...models.module_kinds import is_transposed
 from ...plan import Plan
 from ...plan.drafting.draft import Planned
-from ...plan.quantized import AS_STORED, QuantizedPlan
+from ...plan.quantized import QuantizedPlan
 
 
 def holds_quantized(model: Planned) -> bool:
-    """Return whether weights are held in 4 or 8 bits, or in the checkpoint's own format."""
+    """Return whether weights are held quantized."""
     return model.plan.quantized is not None
 
 
@@ -34,7 +35,8 @@ def holds_4_bits(model: Planned) -> bool:
 
 def check_quantization(config: Any) -> None:
     """Raise :class:`ConfigError` if hfscale does not support the ``quantization_config``."""
-    if config is None or config == AS_STORED:
+    names = [*added("quantizations")]
+    if config is None or config in names:
         return
     if not isinstance(config, BitsAndBytesConfig) or not (
         config.load_in_4bit or config.load_in_8bit
@@ -42,7 +44,7 @@ def check_quantization(config: Any) -> None:
         raise ConfigError(
             f"quantization_config={config!r} is not one that hfscale can shard: pass "
             "transformers.BitsAndBytesConfig(load_in_4bit=True, ...), or BitsAndBytesConfig(load_in_8bit=True), or "
-            "'as_stored' for a checkpoint of quantized weights; or leave it out to load weights in 16 or 32 bits"
+            f"one of {names} for a checkpoint of quantized weights; or leave it out to load weights in 16 or 32 bits"
         )
     if config.load_in_8bit and config.llm_int8_has_fp16_weight:
         raise ConfigError(
@@ -59,13 +61,14 @@ def check_quantization(config: Any) -> None:
 
 
 def check_trainable(planned: Plan, adapters: bool) -> None:
-    """Raise :class:`ConfigError` if weights stay as stored (``"as_stored"``) and there are no ``adapters`` to train."""
+    """Raise :class:`ConfigError` if an extension's quantization keeps weights, and there are no ``adapters`` to
+    train.
+    """
     quantized = planned.quantized
-    if quantized is not None and quantized.as_stored and not adapters:
+    if quantized is not None and not quantized.by_bitsandbytes and not adapters:
         raise ConfigError(
-            f"quantization_config='as_stored' keeps {len(quantized.weights)} weights in {quantized.kind}, which do not "
-            "train: add adapters (peft_config=LoraConfig(...)), or leave quantization_config out, and train "
-            "dequantized weights"
+            f"quantization_config keeps {len(quantized.weights)} weights in {quantized.kind}, which do not train: add "
+            "adapters (peft_config=LoraConfig(...)), or leave quantization_config out, and train dequantized weights"
         )
 
 
@@ -92,30 +95,17 @@ def split_quantization(config: Any) -> tuple[Any, BitsAndBytesConfig | None]:
     return plain, BitsAndBytesConfig.from_dict(values)
 
 
-def packable(planned: Plan, model: nn.Module) -> list[str]:
-    """Return the names of weights of the full ``model`` that can be held in the checkpoint's own format: those of
-    linear projections and experts, except the head and tied weights.
-    """
-    linear = [
-        f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear
-    ]
-    named = {
-        *linear,
-        *_weights_of_experts(planned, model, lambda name: True),
-    } - _vocabulary_weights(planned)
-    return [parameter.name for parameter in planned.parameters if parameter.name in named]
-
-
-def _weights_of_experts(
+def weights_of_experts(
     planned: Plan, model: nn.Module, chosen: Callable[[str], bool]
 ) -> Iterator[str]:
+    """Yield the names of the experts' weights in those mixtures whose names are ``chosen``."""
     for mixture in planned.mixtures:
         if chosen(mixture.name):
             held = model.get_submodule(mixture.name).named_parameters(prefix=mixture.name)
             yield from (name for name, parameter in held if parameter.ndim == 3)
 
 
-def _vocabulary_weights(planned: Plan) -> set[str | None]:
+def vocabulary_weights(planned: Plan) -> set[str | None]:
     """Return the names of the weights of the head and the embedding, and of all tied weights."""
     vocabulary = {
         planned.by_name[f"{name}.weight"]
@@ -130,7 +120,7 @@ def _vocabulary_weights(planned: Plan) -> set[str | None]:
 
 def _refuse_shared(planned: Plan, weights: list[str], config: Any) -> None:
     """Raise :class:`ConfigError` if ``weights`` contains the head, the embedding, or a tied weight."""
-    kept = _vocabulary_weights(planned)
+    kept = vocabulary_weights(planned)
     for name in weights:
         if name in kept:
             raise ConfigError(
@@ -177,7 +167,7 @@ def plan_quantized(
             "load_in_4bit=True, or dp_shard_size=1"
         )
     if config.load_in_4bit and not stored:
-        weights += _weights_of_experts(planned, model, chosen)
+        weights += weights_of_experts(planned, model, chosen)
     order = {parameter.name: place for place, parameter in enumerate(planned.parameters)}
     quantized = QuantizedPlan(
         bits=4 if config.load_in_4bit else 8,

@@ -13,17 +13,11 @@ from torch import Tensor, nn
 
 from ..._compat import bitsandbytes
 from ..._compat.torch import own_parameters
-from ...distributed.ops.grouped_linear import frozen_linear
 from ...distributed.ops.quantized_weights import (
-    Encoding,
     encodings_of,
     gathered,
-    read_quantized,
-    register_quantized,
 )
-from ...distributed.ops.shared_casts import autocasted
 from ...errors import ConfigError
-from ...train.runtime.parameter_names import owner_of
 
 ROWS = "ShardedLinear8bitLt"
 
@@ -77,36 +71,3 @@ def beside_quantized(model: nn.Module) -> Iterator[Any]:
         if type(module).__name__ == ROWS:
             yield own_parameters(module)["scales"]
         yield from bitsandbytes.tensors_beside_weight(module)
-
-
-class StoredLinear(nn.Linear):
-    """Compute an ``nn.Linear`` whose ``weight`` is held in the checkpoint's own bytes, ``uint8 [data ranks, bytes]``.
-    The bytes are decoded in each forward and backward pass.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Project ``x [..., in]`` to ``[..., out]``."""
-        x = autocasted(x)
-        return frozen_linear(
-            x,
-            None if self.bias is None else self.bias.to(x.dtype),
-            self._product,
-            self._read,
-            by_values=True,
-        )
-
-    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return nn.functional.linear(x, self._read(x.dtype), bias)
-
-    def _read(self, dtype: torch.dtype) -> Tensor:
-        return read_quantized(self, "weight", dtype)[0]
-
-
-def hold_quantized(model: nn.Module, name: str, encoding: Encoding) -> None:
-    """Make the module of parameter ``name`` compute with a checkpoint's bytes in the given ``encoding``. The parameter
-    becomes a meta tensor with the shape of the bytes.
-    """
-    module, attribute = owner_of(model, name)
-    if isinstance(module, nn.Linear):
-        module.__class__ = StoredLinear
-    register_quantized(module, attribute, encoding)

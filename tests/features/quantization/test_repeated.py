@@ -1,9 +1,7 @@
 """Weights in 4 bits are dequantized once for a recomputed pass and the backward pass behind it, to the same bits."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,8 +16,6 @@ from hfscale._compat.bitsandbytes import multiplies_values
 from hfscale._compat.torch import operator_name
 from hfscale._compat.transformers.computing import enable_checkpointing
 from hfscale.features.quantization import repeated_linears, sharded_linears
-from hfscale.features.quantization.plan import holds_4_bits
-from hfscale.plan.quantized import QuantizedPlan
 from hfscale.testing import RankPool
 from hfscale.train.runtime import local_tensor, runtime_of
 
@@ -130,9 +126,3 @@ def test_a_bias_that_trains_has_its_own_dtype(tmp_path: Path) -> None:
     for name, gradient in plain.items():
         assert gradient.dtype == torch.float32
         assert torch.equal(checkpointed[name], gradient), name
-
-
-def test_weights_as_stored_need_no_bitsandbytes() -> None:
-    kept = QuantizedPlan(4, "mxfp4", False, ("a.weight",), stored=True, size=0.53)
-    for quantized, expected in ((kept, False), (replace(kept, size=0.0), True), (None, False)):
-        assert holds_4_bits(SimpleNamespace(plan=SimpleNamespace(quantized=quantized))) is expected

@@ -2,10 +2,11 @@
 
 A shard may consist of rows and columns of several stored matrices, such as the experts' projections. Of each matrix,
 the box that belongs to the shard is read from every stored tensor (values, scales, zero points), enlarged to the
-quantization blocks that it touches (:mod:`.dequantized`). The bytes of all boxes, one after the other, are this data
-rank's row of bytes, and the rows of all data ranks can be all-gathered (:mod:`..ops.quantized_weights`). Boxes that are
-equal in many matrices, such as one projection of every expert, are stored and decoded together. Decoding uses the
-functions that dequantize weights at loading, so the values are the same::
+quantization blocks that it touches (:mod:`hfscale.distributed.files.dequantized`). The bytes of all boxes, one after
+the other, are this data rank's row of bytes, and the rows of all data ranks can be all-gathered
+(:mod:`hfscale.distributed.ops.quantized_weights`). Boxes that are equal in many matrices, such as one projection of
+every expert, are stored and decoded together. Decoding uses the functions that dequantize weights at loading, so the
+values are the same::
 
     row of a rank with two experts:   [gate values 0, 1 | gate scales 0, 1 | up values 0, 1 | up scales 0, 1]
 """
@@ -17,13 +18,27 @@ from math import ceil, lcm, prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...distributed.files.dequantized import (
+    Along,
+    Arithmetic,
+    DequantizedOnDisk,
+    StoredPart,
+    WordsInMemory,
+)
+from ...distributed.files.reader import Box
+from ...distributed.ops.grouped_linear import frozen_linear
+from ...distributed.ops.quantized_weights import (
+    Encoding,
+    as_bytes,
+    read_quantized,
+    register_quantized,
+)
+from ...distributed.ops.shared_casts import autocasted
 from ...plan import ParameterPlan
 from ...plan.cut import Cut, Spans, overlaps, share_spans
-from ..ops.quantized_weights import Encoding, as_bytes
-from .dequantized import Along, Arithmetic, DequantizedOnDisk, StoredPart, WordsInMemory
-from .reader import Box
+from ...train.runtime.parameter_names import owner_of
 
 _ALIGNED = 8  # bytes; the words of a part begin at a multiple of this
 
@@ -141,6 +156,29 @@ class _Piece(NamedTuple):
     at: Box  # rows and columns of that matrix
 
 
+class StoredLinear(nn.Linear):
+    """Compute an ``nn.Linear`` whose ``weight`` is held in the checkpoint's own bytes, ``uint8 [data ranks, bytes]``.
+    The bytes are decoded in each forward and backward pass.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project ``x [..., in]`` to ``[..., out]``."""
+        x = autocasted(x)
+        return frozen_linear(
+            x,
+            None if self.bias is None else self.bias.to(x.dtype),
+            self._product,
+            self._read,
+            by_values=True,
+        )
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return nn.functional.linear(x, self._read(x.dtype), bias)
+
+    def _read(self, dtype: torch.dtype) -> Tensor:
+        return read_quantized(self, "weight", dtype)[0]
+
+
 class StoredRow:
     """Read lazily the bytes that the rank at the coordinates ``ranks`` keeps of a quantized weight with two or three
     dims, as one row.
@@ -157,12 +195,7 @@ class StoredRow:
         for rank in range(cut.size):
             spans = share_spans(planned.shape, planned.cuts, {**ranks, cut.axis: rank})
             blocks = _grouped(_pieces(sources, [*[[(0, 1)]] * missing, *spans]))
-            shards.append(
-                (
-                    cut.spans(shape[dim], rank)[0],
-                    tuple(block for block, _ in blocks),
-                )
-            )
+            shards.append((cut.spans(shape[dim], rank)[0], tuple(block for block, _ in blocks)))
             if rank == ranks.get(cut.axis, 0):
                 self._own = blocks
         self.encoding = StoredEncoding(
@@ -182,6 +215,15 @@ class StoredRow:
                     row[0, start : start + size] = words.view(torch.uint8).flatten()
             block_begin += block.size
         return row[index]
+
+    def hold(self, model: nn.Module, name: str) -> None:
+        """Make the module of parameter ``name`` compute with these bytes. The parameter becomes a meta tensor with the
+        shape of the bytes.
+        """
+        module, attribute = owner_of(model, name)
+        if isinstance(module, nn.Linear):
+            module.__class__ = StoredLinear
+        register_quantized(module, attribute, self.encoding)
 
 
 def _pieces(sources: Sequence[Source], spans: Sequence[Spans]) -> Iterator[_Piece]:
@@ -213,13 +255,7 @@ def _grouped(pieces: Iterator[_Piece]) -> list[tuple[KeptBlock, list[_Piece]]]:
         else:
             found.append((alone, [piece]))
     return [
-        (
-            replace(
-                block,
-                at=((held[0].matrix, held[-1].matrix + 1), *block.at[1:]),
-            ),
-            held,
-        )
+        (replace(block, at=((held[0].matrix, held[-1].matrix + 1), *block.at[1:])), held)
         for block, held in found
     ]
 

@@ -13,18 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ...checkpoint.stored_forms.arithmetic import powers_of_two, scaled_twice
+from ...checkpoint.stored_forms.forms import as_plain
+from ...checkpoint.stored_forms.scheme import READ, StoredForm
+from ...checkpoint.written_form import PlainForm
 from ...distributed.files.dequantized import Along, DequantizedOnDisk
 from ...distributed.files.reader import Box
 from ...distributed.files.sources import open_weights
 from ...distributed.files.writer import Shaped
 from ...errors import CheckpointError, ConfigError
-from ..coverage import carried_by
-from .arithmetic import powers_of_two, scaled_twice, words_of
-from .forms import as_plain, in_the_file
-from .scheme import ENCODED, StoredForm, form_in
 
+ENCODED = READ[:4]
+"""Names of the quantization methods in which hfscale can write weights."""
 _ENTRIES = 1 << 20  # entries that are quantized at a time, if blocks are not larger
 _FLOAT8 = 448.0
 _E2M1 = 6.0
@@ -42,16 +44,19 @@ class Codes:
     zeros: Tensor | None = None
 
 
-class QuantizedAgain:
+class QuantizedAgain(PlainForm):
     """Quantize the tensors of an unquantized checkpoint again, like the quantized checkpoint in ``directory``, whose
-    quantization format is ``form``. Without ``form``, keep tensors unchanged.
+    quantization format is ``form``. Raise :class:`ConfigError` for a format that hfscale can read, but not write.
     """
 
-    def __init__(self, directory: Path | None = None, form: StoredForm | None = None) -> None:
-        self.form, self._stored = (
-            form,
-            open_weights(directory) if directory else {},
-        )
+    def __init__(self, directory: Path, form: StoredForm) -> None:
+        if form.method not in ENCODED:
+            raise ConfigError(
+                f"the option 'as_stored' can write only the formats {', '.join(ENCODED)}, but the checkpoint is in "
+                f"{form.method}: leave this option out to save dequantized weights"
+            )
+        self.form = form
+        self._stored = open_weights(directory)
         plain = as_plain(self._stored, form)
         self._weights = {
             key: tensor for key, tensor in plain.items() if isinstance(tensor, DequantizedOnDisk)
@@ -71,7 +76,8 @@ class QuantizedAgain:
             )
         for key, tensor in plain.items():
             if key in self._weights:
-                result |= in_the_file(key, self._weights[key])
+                parts = self._weights[key].stored_as
+                result |= {name: source for name, (_, source) in parts.items()}
             else:
                 kept = self._stored.get(key, tensor).dtype
                 result[key] = tensor if tensor.dtype == kept else tensor.to(kept)
@@ -91,30 +97,6 @@ class QuantizedAgain:
         }
 
 
-def quantized_again(model: nn.Module) -> QuantizedAgain:
-    """Return an object that quantizes tensors in the format of a model's checkpoint. Raise :class:`ConfigError` if the
-    checkpoint is not quantized, or if the model was not loaded from a checkpoint that still exists.
-    """
-    source = carried_by(model)
-    form = form_in(source.directory) if source is not None and source.directory.is_dir() else None
-    if source is None or form is None:
-        raise ConfigError(
-            "the option 'as_stored' needs the quantized checkpoint that the model was loaded from, got "
-            f"{str(source.directory) if source else 'a model without one'!r}: leave this option out"
-        )
-    refuse_other_forms(form)
-    return QuantizedAgain(source.directory, form)
-
-
-def refuse_other_forms(form: StoredForm) -> None:
-    """Raise :class:`ConfigError` for a quantization format that hfscale can read, but not write."""
-    if form.method not in ENCODED:
-        raise ConfigError(
-            f"the option 'as_stored' can write only the formats {', '.join(ENCODED)}, but the checkpoint is in "
-            f"{form.method}: leave this option out to save dequantized weights"
-        )
-
-
 def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:
     """Quantize ``value``, the new values of a stored weight, in the weight's format; return its stored tensors by name
     (``values``, ``scales``, ...). Raise :class:`CheckpointError` if the shape has changed.
@@ -126,10 +108,7 @@ def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:
         )
     parts = weight.parts
     made = {
-        name: torch.empty(
-            parts[name].source.shape,
-            dtype=parts[name].source.dtype,
-        )
+        name: torch.empty(parts[name].source.shape, dtype=parts[name].source.dtype)
         for name in _OWN & parts.keys()
     }
     stored = value.transpose(-1, -2) if weight.transposed else value
@@ -147,20 +126,11 @@ def encode(weight: DequantizedOnDisk, value: Tensor) -> dict[str, Tensor]:
         ).all():  # tolerance for values that are rounded to the largest scale
             whole = (_FLOAT8 * _E2M1 / most).expand_as(old).clone()
             made["whole"] = whole.view(parts["whole"].source.shape)
-    for index, matrix in zip(
-        product(*map(range, value.shape[:-2])),
-        matrices,
-        strict=True,
-    ):
+    for index, matrix in zip(product(*map(range, value.shape[:-2])), matrices, strict=True):
         for first in range(0, rows, step):
             span = (first, min(first + step, rows))
             spans = (*((place, place + 1) for place in index), span, (0, columns))
-            for name, words in _encode_rows(
-                weight,
-                spans,
-                matrix[slice(*span)],
-                whole,
-            ).items():
+            for name, words in _encode_rows(weight, spans, matrix[slice(*span)], whole).items():
                 box = parts[name].box(spans)
                 made[name][tuple(slice(*edges) for edges in box)] = words.view(
                     [stop - start for start, stop in box]
@@ -197,11 +167,7 @@ def _encode_rows(
     old = Codes(
         _blocks(read["values"], height, width),
         words["scales"].view(words["scales"].shape[-2:]),
-        _blocks(
-            read["zeros"].expand(now.shape),
-            height,
-            width,
-        )[:, 0, :, 0]
+        _blocks(read["zeros"].expand(now.shape), height, width)[:, 0, :, 0]
         if "zeros" in read
         else None,
     )
@@ -211,21 +177,13 @@ def _encode_rows(
         old,
         read.get("whole") if whole is None else whole,
     )
-    codes = torch.where(
-        kept[:, None, :, None],
-        _bytes(old.values),
-        _bytes(new.values),
-    )
+    codes = torch.where(kept[:, None, :, None], _bytes(old.values), _bytes(new.values))
     codes = codes.flatten(2).flatten(0, 1)[: len(now), :columns]
     result = {
         "values": _words(
             codes.view(old.values.dtype), parts["values"].columns, words["values"].dtype
         ),
-        "scales": torch.where(
-            kept,
-            _bytes(old.scales),
-            _bytes(new.scales),
-        ).view(old.scales.dtype),
+        "scales": torch.where(kept, _bytes(old.scales), _bytes(new.scales)).view(old.scales.dtype),
     }
     if old.zeros is not None and new.zeros is not None:
         zeros = torch.where(kept, old.zeros, new.zeros.to(old.zeros.dtype))
@@ -234,11 +192,7 @@ def _encode_rows(
             if parts["zeros"].rows.unpack is None
             else zeros.repeat_interleave(height, 0)[: len(now)]
         )
-        result["zeros"] = _words(
-            zeros.T,
-            parts["zeros"].rows,
-            words["zeros"].dtype,
-        ).T.contiguous()
+        result["zeros"] = _words(zeros.T, parts["zeros"].rows, words["zeros"].dtype).T.contiguous()
     return result
 
 
@@ -248,13 +202,7 @@ def _blocks(tensor: Tensor, height: int, width: int, fill: bool = False) -> Tens
     """
     down = -tensor.shape[0] % height
     across = -tensor.shape[1] % width
-    whole = tensor
-    if down or across:
-        whole = tensor.new_full(
-            (tensor.shape[0] + down, tensor.shape[1] + across),
-            fill,
-        )
-        whole[: tensor.shape[0], : tensor.shape[1]] = tensor
+    whole = torch.nn.functional.pad(tensor, (0, across, 0, down), value=fill)
     return whole.unflatten(1, (-1, width)).unflatten(0, (-1, height))
 
 
@@ -285,11 +233,7 @@ def _float8(blocks: Tensor, most: Tensor, like: Codes) -> Codes:
     """
     top = torch.finfo(like.values.dtype).max
     kind = like.scales.dtype
-    factor = torch.where(
-        most > 0,
-        top / torch.where(most > 0, most, 1.0),
-        1.0,
-    )
+    factor = torch.where(most > 0, top / torch.where(most > 0, most, 1.0), 1.0)
     scales = (1.0 / factor).to(torch.float32)
     if kind in (torch.uint8, torch.float8_e8m0fnu):
         exponents = scales.clamp(min=torch.finfo(torch.float32).tiny).log2().ceil()
@@ -320,11 +264,7 @@ def _integers(blocks: Tensor, most: Tensor, top: int, like: Codes) -> Codes:
         .round()
         .clamp(-top, top - 1)
     )
-    return Codes(
-        codes.to(like.values.dtype),
-        scales,
-        None if like.zeros is None else zeros,
-    )
+    return Codes(codes.to(like.values.dtype), scales, None if like.zeros is None else zeros)
 
 
 def _e2m1(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -350,4 +290,24 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _words(codes: Tensor, along: Along, kind: torch.dtype) -> Tensor:
-    return codes if along.unpack is None else words_of(codes, along, kind)
+    """Pack integer ``codes`` along their last dim into words of dtype ``kind``, the inverse of the unpacking that
+    ``along`` describes.
+    """
+    if along.unpack is None:
+        return codes
+    if kind != torch.int32:
+        return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8).view(kind)
+    bits = 32 * along.words // along.entries
+    length = -(-codes.shape[-1] * bits // 32)
+    stream = torch.nn.functional.pad(
+        codes.long() + (1 << bits - 1), (0, -codes.shape[-1] % along.entries)
+    )
+    units = stream.unflatten(-1, (-1, along.entries))
+    words = units.new_zeros((*units.shape[:-1], along.words + 1))
+    for entry in range(along.entries):
+        word, shift = divmod(entry * bits, 32)
+        wide = units[..., entry] << shift
+        words[..., word] |= wide & 0xFFFFFFFF
+        words[..., word + 1] |= wide >> 32
+    whole = words[..., :-1].flatten(-2)[..., :length]
+    return torch.where(whole >= 1 << 31, whole - (1 << 32), whole).int()

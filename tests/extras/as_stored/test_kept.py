@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,12 @@ import hfscale
 from hfscale import CheckpointError, ConfigError, ParallelConfig
 from hfscale.cli import main
 from hfscale.distributed.files import dequantized
-from hfscale.distributed.files.stored_rows import StoredEncoding
 from hfscale.distributed.ops.quantized_weights import encodings_of
+from hfscale.extras.as_stored.kept import KeptPlan
+from hfscale.extras.as_stored.rows import StoredEncoding
+from hfscale.features.quantization.plan import holds_4_bits
 from hfscale.features.quantization.quantized_modules import is_quantized
+from hfscale.plan.quantized import QuantizedPlan
 from hfscale.recipes.run import quantization_of
 from hfscale.recipes.schema import FinetuneRecipe
 from hfscale.testing import RankPool
@@ -27,6 +31,7 @@ from hfscale.train.runtime import runtime_of
 from hfscale.train.runtime.parameter_names import owner_of
 from hfscale.train.runtime.shards import local_tensor
 
+from ...checkpoint.test_host_forms import write_int8
 from ...mixtures import EAGER
 from ...stored_weights import CONFIGS, WRITTEN, Written, fp8, write
 from ...sweeps import cases
@@ -524,3 +529,24 @@ def test_what_files_say_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         hfscale.from_pretrained(
             tmp_path / "head", quantization_config="as_stored", peft_config=lora("llama")
         )
+
+
+def test_bytes_in_bitsandbytes_8_bits_under_adapters(tmp_path: Path) -> None:
+    write_int8(tmp_path)
+    stored = str(tmp_path / "stored")
+    lora = LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    batch = {"input_ids": torch.arange(12).view(2, 6), "labels": torch.arange(12).view(2, 6)}
+    options = {"dtype": torch.float32, "peft_config": lora}
+    plain = hfscale.from_pretrained(stored, **options)
+    kept = hfscale.from_pretrained(stored, quantization_config="as_stored", **options)
+    assert hfscale.train_step(kept, batch) == hfscale.train_step(plain, batch)
+    whole = hfscale.from_pretrained(stored)
+    with pytest.raises(ConfigError, match="the checkpoint is in llm_int8"):
+        hfscale.save_pretrained(whole, tmp_path / "out", quantization="as_stored")
+
+
+def test_weights_as_stored_need_no_bitsandbytes() -> None:
+    kept = KeptPlan(4, "mxfp4", False, ("a.weight",), bytes_per_value=0.53)
+    four_bits = QuantizedPlan(4, "nf4", False, ("a.weight",))
+    for quantized, expected in ((kept, False), (four_bits, True), (None, False)):
+        assert holds_4_bits(SimpleNamespace(plan=SimpleNamespace(quantized=quantized))) is expected
