@@ -12,9 +12,9 @@ def main() -> None:
     """Replace the table of the index by one of the pages beside it, in the order of the old one."""
     index = FOLDER / "README.md"
     words, _, table = index.read_text().partition(_TABLE)
-    known = re.findall(r"\]\(([\w-]+\.md)\)", table)
+    known = dict.fromkeys(re.findall(r"\]\(([\w-]+\.md)\)", table))
     names = {page.name for page in FOLDER.glob("*.md")} - {index.name}
-    ordered = [name for name in known if name in names] + sorted(names - set(known))
+    ordered = [name for name in known if name in names] + sorted(names - known.keys())
     rows = "".join(f"{_row(FOLDER / name)}\n" for name in ordered)
     index.write_text(f"{words}{_TABLE}\n|---|---|---|\n{rows}")
 
