@@ -31,3 +31,11 @@ def test_a_misspelt_name_is_refused_with_close_ones(given: Any) -> None:
         given != "AutoModelForSequenceClasification"
         or "AutoModelForSequenceClassification" in str(caught.value)
     )
+
+
+def test_a_given_config_is_left_as_it_was() -> None:
+    config = tiny("llama")
+    before = (config.to_dict(), config._attn_implementation)
+    for run in (hfscale.plan, hfscale.from_config):
+        run(config, attn_implementation="eager")
+        assert (config.to_dict(), config._attn_implementation) == before
