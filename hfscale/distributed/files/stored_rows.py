@@ -23,7 +23,7 @@ from ...plan import ParameterPlan
 from ...plan.cut import Cut, Spans, overlaps, share_spans
 from ..ops.quantized_weights import Encoding, as_bytes
 from .dequantized import Along, Arithmetic, DequantizedOnDisk, StoredPart, WordsInMemory
-from .reader import Box
+from .reader import Box, box_slices
 
 _ALIGNED = 8  # bytes; the words of a part begin at a multiple of this
 
@@ -122,7 +122,7 @@ class StoredEncoding(Encoding):
                 self.dim, (count, stop - start)
             )
             for block in blocks:
-                place = (slice(None), *(slice(*span) for span in block.at))
+                place = (slice(None), *box_slices(block.at))
                 held = plain[first : first + count, begin : begin + block.size]
                 block.decode_into(held, part.movedim(self.dim, 0)[place], self.dtype)
                 begin += block.size
