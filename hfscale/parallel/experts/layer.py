@@ -40,7 +40,7 @@ class Choice:
 
     index: Tensor  # ``[n, k]``, the experts; the number of experts for a dropped route
     weights: Tensor  # ``[n, k]``
-    # ``[n, k]``, the slot of each route in buffers of fixed capacity (:func:`.mixture.through_slots`), else ``None``
+    # ``[n, k]``, the slot of each route in buffers of fixed capacity (:mod:`.mixture`), else ``None``
     places: Tensor | None = None
     slots: Sequence[int] = ()  # how many slots each rank has at each expert
     loss: Tensor | None = None  # this layer's router loss
