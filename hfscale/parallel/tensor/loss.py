@@ -286,9 +286,7 @@ class VocabParallelLoss(KeepsOutputs):
         targets = given
         if shift_labels is None and not self.current.shifted:  # the last positions have no target
             targets = nn.functional.pad(given, (0, self.shift), value=_IGNORED)[..., self.shift :]
-        targets = targets.reshape(-1)
-        if targets.device != logits.device:
-            targets = targets.to(logits.device)
+        targets = targets.reshape(-1).to(logits.device)
         if targets.numel() != logits.shape[:-1].numel():
             raise ConfigError(
                 f"the loss must get one label per position, got {targets.numel()} labels for "

@@ -36,9 +36,7 @@ def install_sequence_hooks(
         layer = model.get_submodule(name)
         layer.register_forward_pre_hook(hooks.before_layer, with_kwargs=True)
         if plan.dropout:
-            layer.register_forward_hook(
-                lambda module, args, output: region.random.leave_layer(module)
-            )
+            layer.register_forward_hook(lambda *_: region.random.leave_layer())
     for name in filter(holds, plan.gathered):
         module = model.get_submodule(name)
         module.register_forward_pre_hook(hooks.before_whole, with_kwargs=True)
