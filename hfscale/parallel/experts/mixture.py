@@ -65,10 +65,8 @@ class Mixture:
             return self._exchanged(hidden, index, weights)
         if self.batches == 1 and 2 * index.shape[1] >= dist.get_world_size(self.shares):
             return self._run_on_all_tokens(hidden, index, weights, self.shares)
-        size = dist.get_world_size(self.shares)
-        rank = dist.get_rank(self.shares)
-        lengths = share_evenly(hidden.shape[0], size)
-        own_index = index.narrow(0, sum(lengths[:rank]), lengths[rank])
+        lengths = share_evenly(hidden.shape[0], dist.get_world_size(self.shares))
+        own_index = collectives.own_slice(index, lengths, 0, self.shares)
         own_hidden, own_weights = (
             collectives.scatter_to_tp_region(x, lengths, self.shares, 0) for x in (hidden, weights)
         )

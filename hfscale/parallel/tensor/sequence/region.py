@@ -29,6 +29,7 @@ from ....distributed.ops.collectives import (
     Started,
     gather_from_sequence_region,
     gather_from_tp_region,
+    own_slice,
     reduce_scatter_to_sequence_region,
     scatter_to_tp_region,
     start_all_gather,
@@ -202,12 +203,7 @@ class SequenceRegion:
 
     def keep_own(self, x: Tensor) -> Tensor:
         """Return this rank's tokens of ``x``, which has all tokens; the other tokens get no gradient on this rank."""
-        lengths = self.lengths(x, whole=True)
-        return x.narrow(
-            _dim(x),
-            sum(lengths[: self.rank]),
-            lengths[self.rank],
-        )
+        return own_slice(x, self.lengths(x, whole=True), _dim(x), self.group)
 
     def sum_later(self, embedding: nn.Module) -> bool:
         """Return whether the embedding may return partial sums, which the first layer's reduce-scatter then sums over
