@@ -150,12 +150,10 @@ class _Placeholder(nn.Module):
 
         PEFT makes such copies of a head that is trained in full.
         """
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        shared = {name: self.__dict__[name] for name in ("_absent", "_passage")}
-        made.__dict__.update(
-            copy.deepcopy({**self.__dict__, **dict.fromkeys(shared)}, memo) | shared
-        )
+        for shared in (self._absent, self._passage):
+            memo[id(shared)] = shared
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
 
 
