@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from ..._compat.torch import has_backward_hook
-from ..._compat.torch_fsdp import add_up_gradients, forget_iteration
+from ..._compat.torch_fsdp import add_up_gradients, forget_iteration, reduce_now
 from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
 from ...train.runtime import Batch, Part, Runtime
@@ -25,7 +25,7 @@ class DataParallel(Part, DataAxes):
 
     state_key = "DataParallel"
 
-    _model: nn.Module
+    _model: Any  # wrapped by FSDP2
     _layout: ParallelConfig
     _wrapped: list[FSDPModule]
 
@@ -126,7 +126,9 @@ class DataParallel(Part, DataAxes):
 
     def after_microbatch(self) -> None:
         if self._layout.reduce_each_microbatch:
-            shard.reduce_microbatch(self._model)
+            self._model.set_requires_gradient_sync(True)
+            reduce_now(self._model)
+            self._model.set_requires_gradient_sync(False)
 
     def release(self) -> None:
         shard.reshard(self._wrapped)

@@ -337,13 +337,6 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
         model.set_requires_gradient_sync(enabled)
 
 
-def reduce_microbatch(model: Any) -> None:
-    """Reduce the gradients accumulated so far; call it inside :func:`one_reduction`."""
-    model.set_requires_gradient_sync(True)
-    reduce_now(model)
-    model.set_requires_gradient_sync(False)
-
-
 @contextmanager
 def one_reduction(model: Any, *, backward: bool, regather: bool) -> Iterator[None]:
     """Gather weights once for all passes inside the ``with`` block, and reduce gradients once at the end of the block.

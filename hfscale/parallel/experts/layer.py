@@ -327,8 +327,8 @@ class LayerRouting:
         """Return this layer's router loss: the balance loss and the z-loss, weighted, per token of the step."""
         if self.is_cut():
             sums = reduce_from_tp_region(sums, self.mesh.tp_group)
-        if self.mesh.context is not None:  # each context rank has some tokens of every sequence
-            sums = reduce_from_tp_region(sums, self.mesh.context)
+        # Each context rank has some tokens of every sequence.
+        sums = reduce_from_tp_region(sums, self.mesh.context)
         balance = router_functions.balance_loss(sums)
         z = router_functions.z_loss(sums)
         loss = (self.options.balance_loss * balance + self.options.z_loss * z) / now.tokens
