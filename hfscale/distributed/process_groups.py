@@ -166,13 +166,14 @@ def _with_experts(mesh: Mesh) -> Mesh:
     layout = mesh.layout
     device = mesh.device
     shape = tuple(layout.size("expert_tp" if axis == "tp" else axis) for axis in EXPERT_AXES)
-    expert_mesh: DeviceMesh = _once(
-        mesh, partial(_divided, device, shape, EXPERT_AXES), "experts", shape
-    )
+    # Models whose experts divide the ranks alike share these groups, whatever their other axes.
+    made = made_out_of(dist.group.WORLD)
+    key = (device.type, "experts", shape)
+    expert_mesh: DeviceMesh = made.once(key, partial(_divided, device, shape, EXPERT_AXES))
     reports = expert_mesh.get_group("ep")
     if device.type != "cpu":
         lines = expert_mesh.mesh.movedim(EXPERT_AXES.index("ep"), -1).reshape(-1, layout.ep)
-        reports = _once(mesh, partial(host_group, lines.tolist()), "expert reports", shape)
+        reports = made.once((*key, "reports"), partial(host_group, lines.tolist()))
     ranks = {**{axis: expert_mesh.get_local_rank(axis) for axis in EXPERT_AXES}, **mesh.ranks}
     return replace(mesh, ranks=ranks, expert_mesh=expert_mesh, expert_reports=reports)
 

@@ -6,6 +6,7 @@ sharded.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -217,16 +218,13 @@ def _of_several_layers(
     model: nn.Module, plan: Plan, mesh: Mesh, layers: Sequence[nn.Module]
 ) -> dict[nn.Parameter, nn.Module]:
     """Return the adapter parameters that belong to several layers, each with the module that holds the parameter."""
-    held: dict[nn.Parameter, int] = {}
-    for layer in layers:
-        for parameter in layer.parameters():
-            held[parameter] = held.get(parameter, 0) + 1
+    held = Counter(parameter for layer in layers for parameter in layer.parameters())
     shared: dict[nn.Parameter, nn.Module] = {}
     for adapter in plan.adapters:
         if plan.is_local(mesh.pp_rank, adapter.name):
             holder, attribute = owner_of(model, adapter.name)
             parameter = own_parameters(holder)[attribute]
-            if parameter is not None and held.get(parameter, 0) > 1:
+            if parameter is not None and held[parameter] > 1:
                 shared[parameter] = holder
     return shared
 
