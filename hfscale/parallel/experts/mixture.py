@@ -17,7 +17,12 @@ from ..._compat.peft import terms_of_experts
 from ..._compat.transformers.experts import apply_gate, runs_grouped_products
 from ...config.routing import RoutingConfig
 from ...distributed.ops import collectives
-from ...distributed.ops.grouped_linear import ALIGNED, frozen_grouped_linear, grouped_linear
+from ...distributed.ops.grouped_linear import (
+    ALIGNED,
+    add_biases,
+    frozen_grouped_linear,
+    grouped_linear,
+)
 from ...distributed.ops.quantized_weights import encodings_of, read_quantized
 from ...distributed.ops.shared_casts import cast_weight
 from ...plan.cut import share_evenly
@@ -225,29 +230,30 @@ def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
     """
     dtype = compute_type(experts, x)
     added, experts = low_rank_terms(experts), unwrapped(experts)
-    biased = experts.has_bias
     transposed = experts.is_transposed
 
     def linear(x: Tensor, name: str) -> Tensor:
         out = whole_rank(x, name)
         for a, b, scaling in added.get(name, ()):
-            inner = grouped_linear(x, a.to(dtype), None, counts)
-            out = out + scaling * grouped_linear(inner, b.to(dtype), None, counts)
+            inner = grouped_linear(x, a.to(dtype), counts)
+            out = out + scaling * grouped_linear(inner, b.to(dtype), counts)
         return out
 
     def whole_rank(x: Tensor, name: str) -> Tensor:
-        bias = local_tensor(getattr(experts, f"{name}_bias")).to(dtype) if biased else None
         if name in encodings_of(experts):
             # Dequantized in the forward pass and again in the backward pass (QLoRA, Dettmers et al. 2023).
-            return frozen_grouped_linear(
+            out = frozen_grouped_linear(
                 x,
                 lambda dtype: read_quantized(experts, name).to(dtype),
-                bias,
                 counts,
                 transposed=transposed,
             )
-        weight = cast_weight(local_tensor(getattr(experts, name)), dtype)
-        return grouped_linear(x, weight, bias, counts, transposed=transposed)
+        else:
+            weight = cast_weight(local_tensor(getattr(experts, name)), dtype)
+            out = grouped_linear(x, weight, counts, transposed=transposed)
+        if not experts.has_bias:
+            return out
+        return add_biases(out, local_tensor(getattr(experts, f"{name}_bias")).to(dtype), counts)
 
     if experts.has_gate:
         inner = apply_gate(experts, linear(x.to(dtype), "gate_up_proj"))
