@@ -24,7 +24,7 @@ from ...distributed.ops.grouped_linear import (
     grouped_linear,
 )
 from ...distributed.ops.quantized_weights import encodings_of, read_quantized
-from ...distributed.ops.shared_casts import cast_weight
+from ...distributed.ops.shared_casts import autocast_dtype, cast_weight
 from ...plan.cut import share_evenly
 from ...train.runtime import Runtime, local_tensor
 from ...train.runtime.parameter_names import unwrapped
@@ -217,11 +217,10 @@ def compute_type(experts: Any, x: Tensor) -> torch.dtype:
     """Return the dtype in which the transformers module ``experts`` computes ``x``, autocast included."""
     experts = unwrapped(experts)
     weight: Tensor = experts.down_proj
-    # Autocast does not convert float64.
-    if torch.is_autocast_enabled(weight.device.type) and weight.dtype != torch.float64:
-        return torch.get_autocast_dtype(weight.device.type)
     encoding = encodings_of(experts).get("down_proj")
-    return weight.dtype if encoding is None else encoding.compute_dtype or x.dtype
+    if encoding is None or torch.is_autocast_enabled(weight.device.type):
+        return autocast_dtype(weight)
+    return encoding.compute_dtype or x.dtype
 
 
 def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
