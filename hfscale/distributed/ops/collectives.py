@@ -320,7 +320,7 @@ def gather_from_tp_region(
 
 
 def scatter_to_tp_region(
-    x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, dim: int = 1
+    x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, dim: int
 ) -> Tensor:
     """Return a copy of this rank's ``lengths[rank]`` entries along ``dim`` of ``x``, which is equal on all ranks.
 
@@ -339,7 +339,7 @@ def gather_from_sequence_region(
     x: Tensor,
     lengths: Sequence[int],
     group: dist.ProcessGroup,
-    dim: int = 1,
+    dim: int,
     known: Tensor | None = None,
 ) -> Tensor:
     """All-gather ``x`` along ``dim``, where each rank has ``lengths[rank]`` entries; reduce-scatter its gradient.
@@ -354,7 +354,7 @@ def gather_from_sequence_region(
 
 
 def reduce_scatter_to_sequence_region(
-    x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, dim: int = 1
+    x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, dim: int
 ) -> Tensor:
     """Sum the ranks' tensors ``x``, and return this rank's ``lengths[rank]`` entries of the sum along ``dim``; the
     gradient is all-gathered.

@@ -167,7 +167,7 @@ def through_experts(
     return combine(grouped, weights, routes, batches)
 
 
-def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> Routing | None:
+def install_experts(runtime: Runtime, options: RoutingConfig | None) -> Routing | None:
     """Make the expert modules of the model exchange tokens with other ranks; return the routing state that they have in
     common.
 

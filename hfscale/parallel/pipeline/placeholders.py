@@ -51,7 +51,7 @@ class StageForward:
     target: tuple[int, int] = (0, 0)  # samples and tokens of the decoder's input
     memory: Tensor | None = None  # the encoder's output
 
-    def blank(self, target: bool, width: int | None = None) -> Tensor:
+    def blank(self, target: bool, width: int | None) -> Tensor:
         """Return zeros ``[b, s, h]`` for all tokens of the encoder's input (with ``target``: of the decoder's input).
 
         The zeros are a new tensor, because stock code may scale them in place.

@@ -183,8 +183,8 @@ def install_block_edges(
     model: nn.Module,
     block: BlockPlan,
     mesh: Mesh,
-    stream: "SequenceRegion | None" = None,
-    overlap: Overlap | None = None,
+    stream: "SequenceRegion | None",
+    overlap: Overlap | None,
 ) -> None:
     """Install the hooks of ``block``: collectives at its entry and exit, and random numbers of this rank inside.
 
@@ -279,7 +279,7 @@ class _BlockEnds:
 
 
 def install_head_edge(
-    head: nn.Module, group: dist.ProcessGroup, streams: "Sequence[SequenceRegion]" = ()
+    head: nn.Module, group: dist.ProcessGroup, streams: "Sequence[SequenceRegion]"
 ) -> None:
     """Install a hook on the entry of the head, the projection onto the vocabulary; the head's output stays sharded."""
 
