@@ -119,7 +119,7 @@ def _group_ends(counts: Sequence[int], device: torch.device) -> Tensor:
     ends = torch.tensor(
         list(accumulate(counts)), dtype=torch.int32, pin_memory=is_accelerator(device)
     )
-    return ends if ends.device == device else ends.to(device, non_blocking=True)
+    return ends.to(device, non_blocking=True)
 
 
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:

@@ -51,7 +51,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     Mixed precision may have cast them to floats, which is exact: bfloat16 represents 0 to 255.
     """
     plain = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-    return plain if plain.dtype == torch.uint8 else plain.to(torch.uint8)
+    return plain.to(torch.uint8)
 
 
 def gathered(tensor: Tensor) -> Tensor:
