@@ -193,6 +193,11 @@ class Mesh:
         """Return whether this is the first rank of its pipeline stage."""
         return not any(rank for axis, rank in self.ranks.items() if axis != "pp")
 
+    @property
+    def speaks_for_sequences(self) -> bool:
+        """Return whether this is the first of the ranks that hold different tokens of the same sequences."""
+        return self.cp_rank == 0
+
     @cached_property
     def speaks_for_batch(self) -> bool:
         """Return whether this is the first of the ranks that receive the same batch."""

@@ -327,7 +327,7 @@ class LayerRouting:
         if not recomputing():
             now.add(loss)
             if self.is_first:
-                once = self.mesh.cp_rank == 0  # context ranks hold tokens of the same sequences
+                once = self.mesh.speaks_for_sequences
                 self.counter.add_numbers(1, balance * once, z * once, now.real.sum())
         return loss
 
