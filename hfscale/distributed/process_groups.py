@@ -1,7 +1,7 @@
 """Build the device mesh and its process groups; this module is the only caller of ``init_device_mesh``."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ from ..errors import MeshError
 from .failures import explain_memory_errors, share_failures
 from .mesh import EXPERT_AXES, MESH_AXES, Mesh
 from .processes import (
-    Groups,
     Pair,
     backend_of,
     bound,
@@ -66,42 +65,57 @@ def build_mesh(
         start(device)
     made = made_out_of(dist.group.WORLD)
     shape = tuple(layout.size(axis) for axis in MESH_AXES)
-    key = (device.type, shape)
-    device_mesh = made.once(key, partial(_divided, device, shape, MESH_AXES))
+    device_mesh = made.once((device.type, shape), partial(_divided, device, shape, MESH_AXES))
     ranks = {axis: device_mesh.get_local_rank(axis) for axis in MESH_AXES}
     ranks["cp"] = ranks["dp_shard"] % layout.cp
     control = made.once("control", lambda: host_group([range(world)]))
     made.once("failures", lambda: share_failures(control))
     explain_memory_errors()
-    groups = {
-        count: made.once((*key, count), partial(_consecutive_ranks, device_mesh, device, count))
-        for count in replicas
-    }
-    mesh = Mesh(layout, device, ranks, device_mesh, control, groups)
+    mesh = Mesh(layout, device, ranks, device_mesh, control)
+    for count in replicas:
+        make = partial(_consecutive_ranks, device_mesh, device, count)
+        mesh.replicas[count] = _once(mesh, make, "replicas", count)
     if layout.cp > 1:
         context, others = context_groups(mesh, layout.dp_shard, layout.cp)
         mesh = replace(
             mesh, context=context, whole_sequences=others if layout.asked("dp_shard") > 1 else None
         )
     if layout.ep > 1:
-        mesh = _with_experts(mesh, made)
+        mesh = _with_experts(mesh)
     if layout.pp > 1:
-        mesh = _with_stages(_with_ties(mesh, made, ties), made, neighbours)
-    mesh = made.latest = replace(mesh, sharing=_ranks_of_one_batch(mesh, made))
+        add_ties(mesh, ties)
+        mesh = _with_stages(mesh, neighbours)
+    mesh = made.latest = replace(mesh, sharing=_ranks_of_one_batch(mesh))
     return mesh
 
 
 def add_ties(mesh: Mesh, ties: Sequence[tuple[int, ...]]) -> None:
-    """Add to a mesh the groups of pipeline ranks that hold the same adapter tensor; collective."""
-    if mesh.layout.pp > 1:
-        more = _with_ties(mesh, made_out_of(dist.group.WORLD), ties)
-        mesh.ties.update(more.ties)
-        mesh.tie_reports.update(more.tie_reports)
+    """Add to a mesh a group for each entry of ``ties``: the pipeline ranks that hold one tied tensor; collective."""
+    for members in ties if mesh.layout.pp > 1 else ():
+        columns = _columns(mesh, members)
+        group = _once(mesh, partial(device_group, columns, mesh.device), "ties", members)
+        reports = group
+        if mesh.device.type != "cpu":
+            reports = _once(mesh, partial(host_group, columns), "tie reports", members)
+        if mesh.pp_rank in members:
+            mesh.ties[members] = group
+            mesh.tie_reports[members] = reports
 
 
 def latest_mesh() -> Mesh | None:
     """Return the mesh that was built last; ``None`` if none was built yet, and in a single process."""
     return made_out_of(dist.group.WORLD).latest if dist.is_initialized() else None
+
+
+def _once(mesh: Mesh, make: Callable[[], Any], *key: Any) -> Any:
+    """Return the result of ``make``, which only the first model with this kind of device, sizes of axes and ``key``
+    runs.
+    """
+    return made_out_of(dist.group.WORLD).once(_key(mesh, *key), make)
+
+
+def _key(mesh: Mesh, *key: Any) -> tuple[Any, ...]:
+    return mesh.device.type, tuple(mesh.layout.size(axis) for axis in MESH_AXES), *key
 
 
 def _divided(
@@ -130,105 +144,58 @@ def context_groups(mesh: Mesh, every: int, size: int) -> tuple[Any, Any]:
 
     Return this rank's group, and the group of the ranks that have this rank's position in the groups of the same run.
     """
-    made: Groups = made_out_of(dist.group.WORLD)
     assert mesh.device_mesh is not None
-    key = (mesh.device.type, tuple(mesh.device_mesh.shape), "context", every, size)
     lines = mesh.device_mesh.mesh.movedim(MESH_AXES.index("dp_shard"), -1).unflatten(
         -1, (-1, every // size, size)
     )
-    near = made.once(
-        (*key, "near"),
-        lambda: device_group(
-            lines.flatten(0, -2).tolist(),
-            mesh.device,
-        ),
-    )
-    far = made.once(
-        (*key, "far"),
-        lambda: device_group(
-            lines.movedim(-1, -2).flatten(0, -2).tolist(),
-            mesh.device,
-        ),
+    near, far = (
+        _once(
+            mesh,
+            partial(device_group, each.flatten(0, -2).tolist(), mesh.device),
+            name,
+            every,
+            size,
+        )
+        for name, each in (("near", lines), ("far", lines.movedim(-1, -2)))
     )
     return near, far
 
 
-def _with_experts(mesh: Mesh, made: "Groups") -> Mesh:
+def _with_experts(mesh: Mesh) -> Mesh:
     """Return ``mesh`` with the device mesh over :data:`EXPERT_AXES` (for experts), and with its process groups."""
     layout = mesh.layout
     device = mesh.device
     shape = tuple(layout.size("expert_tp" if axis == "tp" else axis) for axis in EXPERT_AXES)
+    # Models whose experts divide the ranks alike share these groups, whatever their other axes.
+    made = made_out_of(dist.group.WORLD)
     key = (device.type, "experts", shape)
     expert_mesh: DeviceMesh = made.once(key, partial(_divided, device, shape, EXPERT_AXES))
-    group = expert_mesh.get_group("ep")
-    if device.type == "cpu":
-        reports = group
-    else:
-        lines = (
-            expert_mesh.mesh.movedim(EXPERT_AXES.index("ep"), -1).reshape(-1, layout.ep).tolist()
-        )
-        reports = made.once((*key, "reports"), lambda: host_group(lines))
+    reports = expert_mesh.get_group("ep")
+    if device.type != "cpu":
+        lines = expert_mesh.mesh.movedim(EXPERT_AXES.index("ep"), -1).reshape(-1, layout.ep)
+        reports = made.once((*key, "reports"), partial(host_group, lines.tolist()))
     ranks = {**{axis: expert_mesh.get_local_rank(axis) for axis in EXPERT_AXES}, **mesh.ranks}
     return replace(mesh, ranks=ranks, expert_mesh=expert_mesh, expert_reports=reports)
 
 
-def _with_ties(
-    mesh: Mesh,
-    made: "Groups",
-    ties: Sequence[tuple[int, ...]],
-) -> Mesh:
-    """Return ``mesh`` with a group for each entry of ``ties``: the pipeline ranks that hold one tied tensor."""
-    assert mesh.device_mesh is not None
-    device = mesh.device
-    groups = dict[Any, Any]()
-    reports = dict[Any, Any]()
-    for members in ties:
-        columns = _columns(mesh.device_mesh, members)
-        key = (device.type, tuple(mesh.device_mesh.shape), members)
-        groups[members] = made.once(key, partial(device_group, columns, device))
-        alone = device.type == "cpu"
-        reports[members] = (
-            groups[members] if alone else made.once((*key, "reports"), partial(host_group, columns))
-        )
-    own = [members for members in ties if mesh.pp_rank in members]
-    return replace(
-        mesh,
-        ties={m: groups[m] for m in own},
-        tie_reports={m: reports[m] for m in own},
-    )
-
-
-def _with_stages(mesh: Mesh, made: "Groups", neighbours: Sequence[Pair]) -> Mesh:
+def _with_stages(mesh: Mesh, neighbours: Sequence[Pair]) -> Mesh:
     """Return ``mesh`` with the groups of pipeline ranks: one for each pair of ``neighbours`` and direction, for
     tensors, and one of all stages, for small messages.
     """
-    assert mesh.device_mesh is not None
-    device_mesh = mesh.device_mesh
     layout = mesh.layout
-    key = (mesh.device.type, tuple(layout.size(axis) for axis in MESH_AXES))
-    every = tuple(range(layout.pp))
-    reports = made.once((*key, "reports"), lambda: host_group(_columns(device_mesh, every)))
+    every = _columns(mesh, range(layout.pp))
+    reports = _once(mesh, partial(host_group, every), "reports")
     ways = [way for a, b in neighbours for way in ((a, b), (b, a))]
-    fresh = dict[
-        Any, Any
-    ]()  # without a flush, gradients stay in flight between calls, so each model needs groups of its own
-
-    def kept(way: Pair) -> dict[Any, Any]:
-        return made.made if layout.flushes or way[0] < way[1] else fresh
-
+    streams = dict[Pair, dist.ProcessGroup]()
     for forward in (True, False):
-        missing = [
-            way
-            for way in ways
-            if (way[0] < way[1]) == forward and (*key, "way", way) not in kept(way)
-        ]
-        for pairs in rounds(missing):
-            mine = device_group(
-                [ranks for pair in pairs for ranks in _columns(device_mesh, pair)], mesh.device
-            )
-            for way in pairs:
-                kept(way)[(*key, "way", way)] = mine if mesh.pp_rank in way else None
-    streams = {way: group for way in ways if (group := kept(way)[(*key, "way", way)]) is not None}
+        # without a flush, gradients stay in flight between calls, so each model needs groups of its own
+        known = made_out_of(dist.group.WORLD).made if forward or layout.flushes else {}
+        keys = {way: _key(mesh, "way", way) for way in ways if (way[0] < way[1]) == forward}
+        for pairs in rounds([way for way, key in keys.items() if key not in known]):
+            columns = [ranks for pair in pairs for ranks in _columns(mesh, pair)]
+            mine = device_group(columns, mesh.device)
+            known |= {keys[way]: mine if mesh.pp_rank in way else None for way in pairs}
+        streams |= {way: known[key] for way, key in keys.items() if known[key] is not None}
     return replace(mesh, streams=streams, reports=reports)
 
 
@@ -243,16 +210,16 @@ def _consecutive_ranks(
     return group
 
 
-def _columns(device_mesh: DeviceMesh, members: Sequence[int]) -> list[list[int]]:
+def _columns(mesh: Mesh, members: Sequence[int]) -> list[list[int]]:
     """Return, for each position within a stage (data and tensor coordinates), the global ranks that have this position
     on the pipeline ranks ``members``.
     """
-    return [
-        [column[member] for member in members] for column in device_mesh.mesh.flatten(1).T.tolist()
-    ]
+    assert mesh.device_mesh is not None
+    ranks = mesh.device_mesh.mesh.flatten(1).T.tolist()
+    return [[column[member] for member in members] for column in ranks]
 
 
-def _ranks_of_one_batch(mesh: Mesh, made: "Groups") -> dist.ProcessGroup | None:
+def _ranks_of_one_batch(mesh: Mesh) -> dist.ProcessGroup | None:
     """Return the gloo group of the pipeline, context and tensor ranks that receive the same batch as this rank."""
     layout = mesh.layout
     device_mesh = mesh.device_mesh
@@ -263,8 +230,5 @@ def _ranks_of_one_batch(mesh: Mesh, made: "Groups") -> dist.ProcessGroup | None:
         return mesh.tp_group
     # Reorder the mesh (pp, replicate, shard x cp, tp) to (replicate, shard; pp, cp, tp): one row of ranks per batch.
     lines = device_mesh.mesh.unflatten(2, (-1, cp)).movedim(0, 2).flatten(2).flatten(0, 1).tolist()
-    shape = tuple(layout.size(axis) for axis in MESH_AXES)
-    return made.once(
-        (mesh.device.type, shape, cp, "sharing"),
-        lambda: host_group(lines),
-    )
+    sharing: dist.ProcessGroup | None = _once(mesh, partial(host_group, lines), "sharing", cp)
+    return sharing

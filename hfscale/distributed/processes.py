@@ -307,16 +307,12 @@ def rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
     """
     made: list[list[Pair]] = []
     for pair in sorted(pairs):
-        free = (
-            pairs_at_once
-            for pairs_at_once in made
-            if not any(set(pair) & set(other) for other in pairs_at_once)
-        )
-        pairs_at_once = next(free, None)
-        if pairs_at_once is None:
-            made.append([pair])
+        for at_once in made:
+            if not any(set(pair) & set(other) for other in at_once):
+                at_once.append(pair)
+                break
         else:
-            pairs_at_once.append(pair)
+            made.append([pair])
     return made
 
 

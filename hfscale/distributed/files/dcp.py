@@ -24,7 +24,7 @@ from ..._compat.torch_files import place_of_tensor
 from ...errors import CheckpointError, first_line
 from .directories import check_inside
 from .pieces import Piece, TensorInPieces
-from .reader import NAMES, Box, RawFile, TensorOnDisk
+from .reader import NAMES, Box, BytesOnDisk, TensorOnDisk
 from .torch_file import TensorInTorchFile
 from .weight_files import METADATA
 
@@ -34,7 +34,7 @@ _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 _ADAPTERS = ".base_layer."
 
 
-class _File(RawFile):
+class _File(BytesOnDisk):
     """Read a file that holds several tensors or objects, each as an archive that ``torch.save`` wrote."""
 
     def archive(self, place: Place) -> "_Window":
@@ -73,15 +73,15 @@ class _Window(io.RawIOBase):
         return read
 
 
-class _ChunkOnDisk:
+class _ChunkOnDisk(TensorOnDisk):
     """Read one chunk of a tensor lazily: the chunk's data is located in its file at the first read."""
 
     def __init__(self, file: _File, name: str, chunk: Chunk, dtype: torch.dtype) -> None:
         self.shape = chunk.sizes
-        self._file = file
+        self.dtype = dtype
+        self._archives = file
         self._name = name
         self._place = chunk.place
-        self._dtype = dtype
 
     def read(self, spans: Box) -> Tensor:
         """Return a copy of a box of this chunk: ``spans`` has one ``(start, stop)`` per dim, in indices of the
@@ -91,19 +91,19 @@ class _ChunkOnDisk:
 
     @cached_property
     def _tensor(self) -> TensorOnDisk:
-        archive = self._file.archive(self._place)
+        archive = self._archives.archive(self._place)
         try:
             place = place_of_tensor(archive, self._place.begin)
-            if (place.dtype, place.shape) != (self._dtype, self.shape):
+            if (place.dtype, place.shape) != (self.dtype, self.shape):
                 raise ValueError(
                     f"the tensor has dtype {place.dtype} and shape {list(place.shape)}"
                 )
         except Exception as error:  # torch raises errors of many classes for a damaged archive
             raise CheckpointError(
-                f"{self._file.path} must hold {self._name} with dtype {self._dtype} and shape {list(self.shape)} at "
+                f"{self._archives.path} must hold {self._name} with dtype {self.dtype} and shape {list(self.shape)} at "
                 f"byte {self._place.begin}, but does not ({first_line(error)}): copy the checkpoint again"
             ) from error
-        return TensorInTorchFile(self._file, self._name, place)
+        return TensorInTorchFile(self._archives, self._name, place)
 
 
 class DistributedCheckpoint:
@@ -228,18 +228,14 @@ def optimizer_of(directory: Path) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] = {"state": {}, "param_groups": []}
     groups: dict[int, dict[str, Any]] = {}
-    for path, value in checkpoint.objects().items():
+    tensors = {path: checkpoint.tensor(path) for path in filter(_of_optimizer, checkpoint.paths)}
+    for path, value in {**checkpoint.objects(), **tensors}.items():
         match _of_optimizer(path):
-            case ("param_groups", int(number), str(key)):
-                groups.setdefault(number, {})[key] = value
             case ("state", str(name), str(key)):
                 found["state"].setdefault(plain(name), {})[key] = value
-    for path in checkpoint.paths:
-        match _of_optimizer(path):
-            case ("state", str(name), str(key)):
-                found["state"].setdefault(plain(name), {})[key] = checkpoint.tensor(path)
             case ("param_groups", int(number), str(key)):
-                groups.setdefault(number, {})[key] = checkpoint.tensor(path)[...]
+                held = value[...] if isinstance(value, TensorOnDisk) else value
+                groups.setdefault(number, {})[key] = held
     for _, group in sorted(groups.items()):
         if not isinstance(group.get("params"), list):
             continue

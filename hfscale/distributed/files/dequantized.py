@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .reader import Box, TensorOnDisk
+from .reader import Box, TensorOnDisk, box_slices
 
 Arithmetic = Callable[[Mapping[str, Tensor], torch.dtype], Tensor]
 """Function that computes a weight's values in a given dtype, from its stored tensors (values, scales ...) by name;
@@ -122,7 +122,7 @@ class WordsInMemory(TensorOnDisk):
 
     def read(self, spans: Box) -> Tensor:
         """Return the box ``spans``, one ``(start, stop)`` per dim, in indices of the full stored tensor."""
-        return self._words[_slices(spans, self._origin)]
+        return self._words[box_slices(spans, self._origin)]
 
 
 class DequantizedOnDisk(TensorOnDisk):
@@ -164,7 +164,7 @@ class DequantizedOnDisk(TensorOnDisk):
         """Return the dequantized values of the box ``spans``, one ``(start, stop)`` per dim; of the stored tensors,
         whole quantization blocks are read.
         """
-        out = torch.empty([stop - start for start, stop in spans], dtype=self.dtype)
+        out = self.empty(spans)
         if self.transposed:
             self.read_stored(
                 (*spans[:-2], spans[-1], spans[-2]),
@@ -181,16 +181,9 @@ class DequantizedOnDisk(TensorOnDisk):
         most = _ENTRIES * (1 if out.device.type == "cpu" else _MORE)
         for box in _steps(spans, most) if out.numel() else ():
             found = {name: part.read(box) for name, part in self.parts.items()}
-            out[_slices(box, [start for start, _ in spans])] = self.arithmetic_now(
+            out[box_slices(box, [start for start, _ in spans])] = self.arithmetic_now(
                 found, self.dtype
             )
-
-
-def _slices(spans: Box, origin: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(
-        slice(start - first, stop - first)
-        for (start, stop), first in zip(spans, origin, strict=True)
-    )
 
 
 def _steps(spans: Box, most: int) -> Iterator[Box]:

@@ -5,26 +5,12 @@ indices per dim.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from .reader import Box, TensorOnDisk
-
-
-class Readable(Protocol):
-    """Any stored tensor with a ``shape``, of which boxes (an interval of indices per dim) can be read."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of the stored tensor."""
-        ...
-
-    def read(self, spans: Box) -> Tensor:
-        """Return a copy of the box ``spans`` of the stored tensor: ``(start, stop)`` for each dim."""
-        ...
+from .reader import Box, TensorOnDisk, box_slices
 
 
 @dataclass(frozen=True)
@@ -32,7 +18,7 @@ class Piece:
     """Hold one stored box of a tensor: the indices at which it begins in the full tensor, and its values on disk."""
 
     offsets: tuple[int, ...]  # the first index of the box in the full tensor, per dim
-    tensor: Readable  # the box's values
+    tensor: TensorOnDisk  # the box's values
 
     def overlap(self, spans: Box) -> Box | None:
         """Return the intersection of this stored box and the box ``spans``, as ``(start, stop)`` per dim of the full
@@ -75,12 +61,12 @@ class TensorInPieces(TensorOnDisk):
         """
         if self.shape != self._stored:  # a view with another shape
             whole = self._assembled(tuple((0, size) for size in self._stored))
-            box = tuple(slice(start, stop) for start, stop in spans)
-            return whole.view(self.shape)[box].clone()
+            return whole.view(self.shape)[box_slices(spans)].clone()
         return self._assembled(spans)
 
     def _assembled(self, spans: Box) -> Tensor:
-        out = torch.empty([stop - start for start, stop in spans], dtype=self.dtype)
+        out = self.empty(spans)
+        origin = [start for start, _ in spans]
         filled = 0
         for piece in self._pieces:
             box = piece.overlap(spans)
@@ -90,11 +76,7 @@ class TensorInPieces(TensorOnDisk):
                 (start - offset, stop - offset)
                 for (start, stop), offset in zip(box, piece.offsets, strict=True)
             )
-            place = tuple(
-                slice(start - first, stop - first)
-                for (start, stop), (first, _) in zip(box, spans, strict=True)
-            )
-            out[place] = piece.tensor.read(inside)
+            out[box_slices(box, origin)] = piece.tensor.read(inside)
             filled += prod(stop - start for start, stop in box)
         if filled != out.numel():
             raise CheckpointError(

@@ -49,25 +49,18 @@ _SUM_BYTES = 64 << 20
 
 
 class BytesOnDisk:
-    """Read bytes of a file by their offset, without mapping the file into memory."""
+    """Read bytes of a file by their offset, without mapping the file into memory.
+
+    Raises:
+        CheckpointError: the file does not exist.
+        ValueError: the path is not a regular file.
+    """
 
     _file: FileIO
     _start = 0  # byte of the file at which offsets begin
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            self._file.close()
-
-    def _open(self) -> None:
-        """Open the file at :attr:`path` for reading.
-
-        Raises:
-            CheckpointError: the file does not exist.
-            ValueError: the path is not a regular file.
-        """
         # opening a pipe would wait for its writer
         if self.path.exists() and not self.path.is_file():
             raise ValueError("the path is no regular file")
@@ -77,6 +70,10 @@ class BytesOnDisk:
             raise CheckpointError(
                 f"{self.path} does not exist: download or save the checkpoint again"
             ) from error
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
 
     @property
     def size(self) -> int:
@@ -101,14 +98,6 @@ class BytesOnDisk:
             done += count
 
 
-class RawFile(BytesOnDisk):
-    """Read bytes of a file that has no header, because another file describes its contents."""
-
-    def __init__(self, path: str | Path) -> None:
-        super().__init__(path)
-        self._open()
-
-
 class SafetensorsFile(BytesOnDisk):
     """Read tensors of a safetensors file on demand.
 
@@ -117,9 +106,8 @@ class SafetensorsFile(BytesOnDisk):
     """
 
     def __init__(self, path: str | Path) -> None:
-        super().__init__(path)
         try:
-            self._open()
+            super().__init__(path)
             self.header, self._start = _header(self._file)
             self.metadata = self.header.pop("__metadata__", {})
         except (
@@ -259,30 +247,27 @@ class TensorOnDisk(_OnDisk):
         view.shape = tuple(shape)
         return view
 
+    def empty(self, spans: Box) -> Tensor:
+        """Return a new tensor for the values of the box ``spans``."""
+        return torch.empty([stop - start for start, stop in spans], dtype=self.dtype)
+
     def read(self, spans: Box) -> Tensor:
         """Return a copy of the box ``spans``, one ``(start, stop)`` per dim; only the rows that the box touches are
         read.
         """
-        if not self.shape:
-            out = torch.empty((), dtype=self.dtype)
-            self._file.read(self._begin, out)
+        out = self.empty(spans)
+        if out.numel() == 0:
             return out
-        (first, last), rest = spans[0], spans[1:]
-        if len(spans) > 2 and rest[0] != (0, self.shape[1]):
-            flat, (start, stop) = (
-                self.viewed((self.shape[0] * self.shape[1], *self.shape[2:])),
-                rest[0],
-            )
-            out = torch.empty([high - low for low, high in spans], dtype=self.dtype)
+        (first, last), *rest = spans or ((0, 1),)  # a scalar is a single row
+        if len(rest) > 1 and rest[0] != (0, self.shape[1]):
+            start, stop = rest[0]
+            flat = self.viewed((self.shape[0] * self.shape[1], *self.shape[2:]))
             for place, matrix in enumerate(range(first, last)):
                 offset = matrix * self.shape[1]
                 out[place] = flat.read(((offset + start, offset + stop), *rest[1:]))
             return out
         row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
-        out = torch.empty([stop - start for start, stop in spans], dtype=self.dtype)
-        if out.numel() == 0:
-            return out
-        if rest == tuple((0, size) for size in self.shape[1:]):
+        if rest == [(0, size) for size in self.shape[1:]]:
             self._file.read(self._begin + first * row_bytes, out)
             return out
         step = max(1, _BLOCK_BYTES // row_bytes)
@@ -290,12 +275,22 @@ class TensorOnDisk(_OnDisk):
             (min(step, last - first), *self.shape[1:]),
             dtype=self.dtype,
         )
-        box = tuple(slice(start, stop) for start, stop in rest)
         for row in range(first, last, step):
             rows = min(step, last - row)
             self._file.read(self._begin + row * row_bytes, block[:rows])
-            out[row - first : row - first + rows] = block[:rows][(slice(None), *box)]
+            out[row - first : row - first + rows] = block[box_slices(((0, rows), *rest))]
         return out
+
+
+def box_slices(spans: Box, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
+    """Return slices that select the box ``spans`` from a tensor whose first element has the index ``origin`` (default:
+    all zeros).
+    """
+    starts = (0,) * len(spans) if origin is None else origin
+    return tuple(
+        slice(start - first, stop - first)
+        for (start, stop), first in zip(spans, starts, strict=True)
+    )
 
 
 def is_elsewhere(plan: Plan, rank: int, name: str) -> bool:
@@ -365,10 +360,7 @@ class ResizedOnDisk(TensorOnDisk):
         """Return a copy of the box ``spans`` of the resized tensor, one ``(start, stop)`` per dim."""
         (start, stop), *rest = spans
         stored = self._source.shape[0]
-        out = torch.empty(
-            [stop - start, *(high - low for low, high in rest)],
-            dtype=self.dtype,
-        )
+        out = self.empty(spans)
         known = max(min(stop, stored) - start, 0)
         if known:
             out[:known] = self._source.read(((start, start + known), *rest))

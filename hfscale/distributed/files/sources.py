@@ -128,22 +128,17 @@ def ask_added(question: str, *given: Any) -> Any:
     return next((answer for answer in answers if answer is not None), None)
 
 
-@dataclass(frozen=True)
-class _Form:
-    words: str
-    pattern: str  # matches a file that every directory in this format has
-    reader: str  # module and name of the :attr:`Source.reader`, in this package
-
-
+# Of each format: its name in words, a pattern that matches a file that every directory in this format has, and module
+# and name, in this package, of the function that opens the weights (:attr:`Source.reader`).
 _FORMS = (
-    _Form("slices of transformers' distributed saving", SLICED, "sliced_files:open_slices"),
-    _Form("a distributed checkpoint of torch's (DCP)", METADATA, "dcp:open_checkpoint"),
-    _Form(
+    ("slices of transformers' distributed saving", SLICED, "sliced_files:open_slices"),
+    ("a distributed checkpoint of torch's (DCP)", METADATA, "dcp:open_checkpoint"),
+    (
         "FSDP's shards (DCP) beside a state",
         "pytorch_model_fsdp_0/" + METADATA,
         "dcp:open_checkpoint",
     ),
-    _Form("FSDP's full state dict", _FULL, "sources:_open_full"),
+    ("FSDP's full state dict", _FULL, "sources:_open_full"),
 )
 
 
@@ -157,9 +152,9 @@ def find_source(path: Path) -> Source | None:
     if plain := weight_files(path) if path.is_dir() else []:
         by_host = (path / _CONFIG).exists() or not plain[0].name.startswith(_OF_MODELS)
         return None if by_host else Source("weights alone", path, _open_plain)
-    for form in _FORMS:
-        for found in sorted(path.glob(form.pattern))[:1]:
-            return Source(form.words, found.parent, imported(f"{__package__}.{form.reader}"))
+    for words, pattern, reader in _FORMS:
+        for found in sorted(path.glob(pattern))[:1]:
+            return Source(words, found.parent, imported(f"{__package__}.{reader}"))
     added: Source | None = ask_added("find", path)
     return added
 

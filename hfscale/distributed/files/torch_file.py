@@ -12,16 +12,15 @@ from torch import Tensor
 
 from ..._compat.torch_files import PlaceInFile, places_in_file
 from ...errors import CheckpointError
-from .reader import NAMES, Box, BytesOnDisk, TensorOnDisk
+from .reader import NAMES, Box, BytesOnDisk, TensorOnDisk, box_slices
 
 
 class TorchFile(BytesOnDisk):
     """Read tensors of a file of ``torch.save`` on demand; raise :class:`CheckpointError` if the file is unreadable."""
 
     def __init__(self, path: str | Path) -> None:
-        super().__init__(path)
         try:
-            self._open()
+            super().__init__(path)
             self.places = places_in_file(self.path)
         except CheckpointError:  # the file does not exist
             raise
@@ -66,9 +65,7 @@ class TensorInTorchFile(TensorOnDisk):
         memory = torch.empty(entries, dtype=self.dtype)
         self._file.read(self._begin, memory)
         whole = memory.as_strided(self._place.shape, self._place.stride)
-        return whole[tuple(slice(start, stop) for start, stop in spans)].clone(
-            memory_format=torch.contiguous_format
-        )
+        return whole[box_slices(spans)].clone(memory_format=torch.contiguous_format)
 
 
 def _reason(error: Exception) -> str:

@@ -6,7 +6,7 @@ JSON header, the header with each tensor's dtype, shape and offsets, and the dat
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -201,12 +201,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileSum:
     header, _, size = safetensors_header(tensors)
     crc = 0
     with path.open("wb") as file:
-        for content in chain([memoryview(header)], _bytes_in_order(tensors)):
+        stored = (bytes_of(tensor) for _, tensor in in_order(tensors))
+        for content in chain([memoryview(header)], stored):
             file.write(content)
             crc = zlib.crc32(content, crc)
     sync(path)
     return FileSum(size, crc)
-
-
-def _bytes_in_order(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    return (bytes_of(tensor) for _, tensor in in_order(tensors))

@@ -199,6 +199,12 @@ def reduce_scatter(
     return start_reduce_scatter(x, lengths, dim, group).result()
 
 
+def own_slice(x: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's ``lengths[rank]`` entries of ``x`` along ``dim``, as a view."""
+    rank = dist.get_rank(group)
+    return x.narrow(dim, sum(lengths[:rank]), lengths[rank])
+
+
 def all_to_all(
     x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup | None
 ) -> Tensor:
@@ -309,18 +315,18 @@ def gather_from_tp_region(
     if group is None:
         return x
     return apply_mapping(
-        x, _on(all_gather, lengths, dim, group), _on(_own_slice, lengths, dim, group)
+        x, _on(all_gather, lengths, dim, group), _on(own_slice, lengths, dim, group)
     )
 
 
 def scatter_to_tp_region(
-    x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, dim: int = 1
+    x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, dim: int
 ) -> Tensor:
     """Return a copy of this rank's ``lengths[rank]`` entries along ``dim`` of ``x``, which is equal on all ranks.
 
     The gradient is all-gathered.
     """
-    own = _on(_own_slice, lengths, dim, group)
+    own = _on(own_slice, lengths, dim, group)
     # A copy even if the slice is contiguous (one sample), so that the full tensor can be freed.
     return apply_mapping(
         x,
@@ -333,7 +339,7 @@ def gather_from_sequence_region(
     x: Tensor,
     lengths: Sequence[int],
     group: dist.ProcessGroup,
-    dim: int = 1,
+    dim: int,
     known: Tensor | None = None,
 ) -> Tensor:
     """All-gather ``x`` along ``dim``, where each rank has ``lengths[rank]`` entries; reduce-scatter its gradient.
@@ -348,7 +354,7 @@ def gather_from_sequence_region(
 
 
 def reduce_scatter_to_sequence_region(
-    x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, dim: int = 1
+    x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, dim: int
 ) -> Tensor:
     """Sum the ranks' tensors ``x``, and return this rank's ``lengths[rank]`` entries of the sum along ``dim``; the
     gradient is all-gathered.
@@ -373,16 +379,6 @@ def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return all_reduce(x, group)
     own = x.is_contiguous() and is_unshared(x)
     return all_reduce(x.detach() if own else _copied(x), group)
-
-
-def _own_slice(
-    x: Tensor,
-    lengths: Sequence[int],
-    dim: int,
-    group: dist.ProcessGroup,
-) -> Tensor:
-    rank = dist.get_rank(group)
-    return x.narrow(dim, sum(lengths[:rank]), lengths[rank])
 
 
 def _leads(shape: Sequence[int], dim: int) -> bool:

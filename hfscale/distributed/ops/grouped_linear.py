@@ -1,4 +1,5 @@
-"""Apply one linear layer per group of rows: ``out[r] = x[r] @ weight[g].T + bias[g]`` for row ``r`` of group ``g``.
+"""Apply one linear layer per group of rows: ``out[r] = x[r] @ weight[g].T + bias[g]`` for row ``r`` of group ``g``;
+biases are added by :func:`add_biases`.
 
 The rows of a group are contiguous. torch's grouped matrix product is used if it supports the device and dtype.
 Otherwise there is one matrix product per group, which supports every dtype; on a CPU, torch's own function does the
@@ -85,40 +86,30 @@ class _GroupedLinear(torch.autograd.Function):
 def grouped_linear(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     counts: Sequence[int],
     *,
     transposed: bool = False,
 ) -> Tensor:
-    """Apply to each row of ``x [rows, k]`` the linear layer of its group; return ``[rows, n]``.
+    """Multiply each row of ``x [rows, k]`` with the matrix of its group; return ``[rows, n]``.
 
     Args:
         x: the rows, sorted by group.
         weight: ``[groups, n, k]``, or ``[groups, k, n]`` if ``transposed``.
-        bias: ``[groups, n]``, if any.
         counts: the number of rows of each group.
         transposed: whether the weight's last two dims are swapped.
     """
     if _has_kernel(x, weight):
-        out: Tensor = F.grouped_mm(
+        return F.grouped_mm(
             x, weight if transposed else weight.transpose(1, 2), offs=_group_ends(counts, x.device)
         )
-    else:
-        out = _GroupedLinear.apply(x, weight, counts, transposed)
-    if bias is not None:
-        out = out + rows_of_groups(bias, counts, x.shape[0])
-    return out
+    return _GroupedLinear.apply(x, weight, counts, transposed)
 
 
-def rows_of_groups(values: Tensor, counts: Sequence[int], rows: int) -> Tensor:
-    """Return a tensor ``[rows, n]`` that repeats each group's row of ``values [groups, n]`` for all rows of the
-    group.
-    """
-    groups = torch.arange(rows, dtype=torch.int32, device=values.device)
-    return values.index_select(
-        0,
-        torch.bucketize(groups, _group_ends(counts, values.device), right=True),
-    )
+def add_biases(out: Tensor, biases: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return ``out [rows, n]`` plus, in each row, the bias of its group in ``biases [groups, n]``."""
+    rows = torch.arange(len(out), dtype=torch.int32, device=biases.device)
+    groups = torch.bucketize(rows, _group_ends(counts, biases.device), right=True)
+    return out + biases.index_select(0, groups)
 
 
 def _group_ends(counts: Sequence[int], device: torch.device) -> Tensor:
@@ -128,7 +119,7 @@ def _group_ends(counts: Sequence[int], device: torch.device) -> Tensor:
     ends = torch.tensor(
         list(accumulate(counts)), dtype=torch.int32, pin_memory=is_accelerator(device)
     )
-    return ends if ends.device == device else ends.to(device, non_blocking=True)
+    return ends.to(device, non_blocking=True)
 
 
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:
@@ -206,23 +197,15 @@ def frozen_linear(
 
 
 def frozen_grouped_linear(
-    x: Tensor,
-    read: Read,
-    bias: Tensor | None,
-    counts: Sequence[int],
-    *,
-    transposed: bool = False,
+    x: Tensor, read: Read, counts: Sequence[int], *, transposed: bool
 ) -> Tensor:
     """Compute :func:`grouped_linear` with a frozen weight, which autograd does not save: the forward and the backward
     pass each call ``read`` to get the weight in the dtype of the product.
     """
 
     def product(x: Tensor, turned: bool) -> Tensor:
-        return grouped_linear(x, read(x.dtype), None, counts, transposed=turned)
+        return grouped_linear(x, read(x.dtype), counts, transposed=turned)
 
-    out = apply_mapping(
+    return apply_mapping(
         x, partial(product, turned=transposed), partial(product, turned=not transposed)
     )
-    if bias is not None:
-        out = out + rows_of_groups(bias, counts, x.shape[0])
-    return out

@@ -381,11 +381,7 @@ def head_cross_entropy(
         if isinstance(count, Tensor)
         else targets.new_full((), count, dtype=compute)
     )
-    scale = (
-        scale.reciprocal()
-        if scale.device == hidden.device
-        else scale.to(hidden.device).reciprocal()
-    )
+    scale = scale.to(hidden.device).reciprocal()
     trains = torch.is_grad_enabled() and (
         hidden.requires_grad or any(p.requires_grad for p in head.parameters)
     )

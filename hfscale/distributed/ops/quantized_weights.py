@@ -6,8 +6,8 @@ everything needed to compute the values of its shard. All data ranks compute wit
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..._compat.replaced import entries_replaced
 from ..._compat.torch import own_parameters
 
 _ENCODINGS = "_encodings"
@@ -50,7 +51,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     Mixed precision may have cast them to floats, which is exact: bfloat16 represents 0 to 255.
     """
     plain = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-    return plain if plain.dtype == torch.uint8 else plain.to(torch.uint8)
+    return plain.to(torch.uint8)
 
 
 def gathered(tensor: Tensor) -> Tensor:
@@ -81,21 +82,16 @@ def mark(module: nn.Module) -> None:
         vars(own_parameters(module)[name]).update(encoding.marks())
 
 
-@contextmanager
-def shown_decoded(model: nn.Module) -> Iterator[None]:
+def shown_decoded(model: nn.Module) -> AbstractContextManager[None]:
     """Replace quantized experts by meta parameters of the decoded shape inside the ``with`` block, for PEFT to read."""
-    kept = []
+    shown = []
     for module in model.modules():
         for name, encoding in encodings_of(module).items():
             if name != "weight":
-                kept.append((module, name, own_parameters(module)[name]))
                 empty = torch.empty(encoding.shape, dtype=encoding.dtype, device="meta")
-                own_parameters(module)[name] = nn.Parameter(empty, requires_grad=False)
-    try:
-        yield
-    finally:
-        for module, name, quantized in kept:
-            own_parameters(module)[name] = quantized
+                decoded = nn.Parameter(empty, requires_grad=False)
+                shown.append((own_parameters(module), name, decoded))
+    return entries_replaced(shown)
 
 
 def read_quantized(

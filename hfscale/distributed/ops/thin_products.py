@@ -187,9 +187,6 @@ def _to_thin(wide: Tensor, factor: Tensor, scale: float) -> Tensor:
 
 
 def _add_from_thin(wide: Tensor, thin: Tensor, factor: Tensor) -> None:
-    if wide.numel() <= _BLOCK:
-        wide.add_(thin.mm(factor))
-        return
     blocks = _blocks(wide)
     for start in blocks:
         rows = slice(start, start + blocks.step)

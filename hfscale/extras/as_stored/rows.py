@@ -27,7 +27,7 @@ from ...distributed.files.dequantized import (
     StoredPart,
     WordsInMemory,
 )
-from ...distributed.files.reader import Box
+from ...distributed.files.reader import Box, box_slices
 from ...distributed.ops.grouped_linear import frozen_linear
 from ...distributed.ops.quantized_weights import (
     Encoding,
@@ -137,7 +137,7 @@ class StoredEncoding(Encoding):
                 self.dim, (count, stop - start)
             )
             for block in blocks:
-                place = (slice(None), *(slice(*span) for span in block.at))
+                place = (slice(None), *box_slices(block.at))
                 held = plain[first : first + count, begin : begin + block.size]
                 block.decode_into(held, part.movedim(self.dim, 0)[place], self.dtype)
                 begin += block.size

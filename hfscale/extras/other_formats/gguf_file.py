@@ -78,10 +78,9 @@ class GgufFile(BytesOnDisk):
     """Read tensors of a GGUF file on demand; raise :class:`CheckpointError` if the file is incomplete or invalid."""
 
     def __init__(self, path: str | Path) -> None:
-        super().__init__(path)
         self._gguf = the_package(path)
         try:
-            self._open()
+            super().__init__(path)
             found = self.path.stat()
             self._header = _read_header(self.path, found.st_size, found.st_mtime_ns)
             self._start = self._header.start

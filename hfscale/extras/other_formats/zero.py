@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..._compat.torch_files import PlaceInFile, structure_of_file
 from ...distributed.files.directories import check_inside
-from ...distributed.files.reader import Box, RawFile, TensorOnDisk
+from ...distributed.files.reader import Box, BytesOnDisk, TensorOnDisk
 from ...distributed.files.torch_file import TensorInTorchFile
 from ...errors import CheckpointError, first_line
 
@@ -105,7 +105,7 @@ class ZeroCheckpoint:
             )
         self._model = _read(states[0])
         self._model_files = states
-        self._files = [RawFile(path) for path in paths]
+        self._files = [BytesOnDisk(path) for path in paths]
         with self._as_written():
             self._ranks = [_read(path)["optimizer_state_dict"] for path in paths]
             counts = self._ranks[0]["partition_count"]
@@ -167,7 +167,7 @@ class ZeroCheckpoint:
                 f"{self.directory} must have the model states of {len(self._ranks)} ranks, each with its fragments of "
                 f"the frozen weights, got {len(paths)} files: copy the files of all ranks"
             )
-        files = [RawFile(path) for path in paths]
+        files = [BytesOnDisk(path) for path in paths]
         held = [_read(path)["frozen_param_fragments"] for path in paths] if shapes else []
         found: dict[str, TensorOnDisk] = {}
         for name, given in shapes.items():
@@ -190,7 +190,7 @@ class ZeroCheckpoint:
         """Add to ``found`` the missing tensors that the file of model states holds in full, in their own dtype: buffers
         and, with ZeRO stages 1 and 2, weights. ``shared`` names, which stand for other weights, are left out.
         """
-        file = RawFile(self._model_files[0])
+        file = BytesOnDisk(self._model_files[0])
         buffers = self._model.get("buffer_names") or ()
         module = self._model.get("module") or {}
         places: dict[str, PlaceInFile] = {}

@@ -34,29 +34,25 @@ from .cut_batch import CutBatch, MaskBlocks
 
 _PREFIX = "hfscale_"
 _SAID = {
+    *CACHES,
     "sliding_window",
     "position_ids",
     "is_causal",
     "use_cache",
     "cache_position",
     "position_embeddings",
-}
-_SAID |= {
-    *CACHES,
     "num_items_in_batch",
     "return_dict",
     "labels",
     "logits_to_keep",
     "output_attentions",
-}
-_SAID |= {
     "output_router_logits",
     "output_hidden_states",
     "cu_seq_lens_q",
     "cu_seq_lens_k",
     "max_length_q",
+    "max_length_k",
 }
-_SAID |= {"max_length_k"}
 """Arguments of an attention call that add no information to the mask, and are ignored."""
 
 

@@ -283,18 +283,9 @@ class MaskBlocks:
 
         These queries are marked in ``idle``.
         """
-        total = self.batch.split.total
-        chunks = [
-            (
-                start,
-                min(start + _ROWS, total),
-            )
-            for start in range(0, total, _ROWS)
-        ]
-        idle = torch.cat(
-            [~self.block(rows, (0, total)).any(-1).squeeze(1) for rows in chunks],
-            -1,
-        )
+        every = (0, self.batch.split.total)
+        reads = [self.block(rows, every).any(-1).squeeze(1) for rows in _chunks(every)]
+        idle = ~torch.cat(reads, -1)
         return replace(self, idle=idle, _kinds={}, _others={}) if bool(idle.any()) else self
 
     @cached_property
@@ -341,13 +332,11 @@ class MaskBlocks:
         All pairs together take a single device synchronization.
         """
         flags = dict[tuple[Interval, Interval], Tensor]()
-        for rows, columns in (
-            (rows, columns) for rows, columns in pairs if columns[0] < columns[1]
-        ):
-            for start in range(*rows, _ROWS):
-                block = self.block((start, min(start + _ROWS, rows[1])), columns)
+        for rows, columns in pairs:
+            for chunk in _chunks(rows) if columns[0] < columns[1] else ():
+                block = self.block(chunk, columns)
                 # If windows and documents are at least as long as the interval, the block is exactly causal.
-                below = torch.ones_like(block[0, 0]).tril(start - columns[0])
+                below = torch.ones_like(block[0, 0]).tril(chunk[0] - columns[0])
                 here = torch.stack(
                     [
                         block.any(),
@@ -399,6 +388,11 @@ class MaskBlocks:
         return torch.zeros((), dtype=dtype, device=attends.device).masked_fill(
             ~attends, float("-inf")
         )
+
+
+def _chunks(rows: Interval) -> list[Interval]:
+    """Divide an interval of rows of the mask into those that are evaluated at once."""
+    return [(start, min(start + _ROWS, rows[1])) for start in range(*rows, _ROWS)]
 
 
 def _causal_kind(rows: Interval, columns: Interval, starts: Sequence[Sequence[int]]) -> str:

@@ -36,7 +36,7 @@ Backward = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 class Source(Protocol):
     """Provide the keys and values of all context ranks to attention, one block per rank; implementations differ in how
-    ranks communicate.
+    ranks communicate. Keys and values have equal shapes.
     """
 
     def blocks(
@@ -118,7 +118,7 @@ class _Attention(torch.autograd.Function):
                 part = reading.kernel.forward(queries[i], keys[j], values[j], block)
                 merged[i] = _merged(*merged[i], *part) if i in merged else part
         for i in set(range(len(queries))) - set(merged):  # intervals of queries that read no key
-            out = q.new_zeros((*queries[i].shape[:3], v.shape[-1]))
+            out = torch.zeros_like(queries[i])
             merged[i] = (
                 out,
                 out.new_full(out.shape[:3], float("-inf"), dtype=wide),
@@ -230,7 +230,6 @@ class GatheredBlocks:
         v: Tensor,
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield ``(rank, keys, values)``, each ``[b, h, lengths[rank], d]``, after one all-gather."""
-        widths = [k.shape[-1], v.shape[-1]]
         # In the layout [b, s, h, d] a rank's tokens of one sample are contiguous, so all-gathering dim 1 needs no copy.
         own = torch.cat(
             (k.transpose(1, 2), v.transpose(1, 2)),
@@ -239,18 +238,12 @@ class GatheredBlocks:
         both = all_gather(own, self._lengths, 1, self._group)
         del own
         for rank, block in enumerate(both.split(self._lengths, 1)):
-            kb, vb = block.transpose(1, 2).split(widths, -1)
+            kb, vb = block.transpose(1, 2).chunk(2, -1)
             yield rank, kb, vb
 
     def gradients(self, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, Tensor]:
         """Reduce-scatter the gradients of all ranks' keys and values to the ranks that computed the keys and values."""
-        widths = [k.shape[-1], v.shape[-1]]
-        sums = k.new_empty(
-            k.shape[0],
-            sum(self._lengths),
-            k.shape[1],
-            sum(widths),
-        )
+        sums = k.new_empty(k.shape[0], sum(self._lengths), k.shape[1], 2 * k.shape[-1])
         for (rank, kb, vb), place in zip(
             self.blocks(k, v), sums.split(self._lengths, 1), strict=True
         ):
@@ -262,7 +255,7 @@ class GatheredBlocks:
             )
         del kb, vb, dk, dv  # these views would keep the gathered tensors alive
         own = reduce_scatter(sums, self._lengths, 1, self._group)
-        dk, dv = own.transpose(1, 2).split(widths, -1)
+        dk, dv = own.transpose(1, 2).chunk(2, -1)
         return dk, dv
 
 
@@ -299,19 +292,17 @@ class RingBlocks:
         v: Tensor,
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield ``(rank, keys, values)``: first this rank's block, then the blocks of preceding ranks in the ring."""
-        widths = [k.shape[-1], v.shape[-1]]
         block = torch.cat((k, v), -1)
         for step in range(len(self._lengths)):
             source = (self._rank - step) % len(self._lengths)
             following = self._pass_on(block, source) if step + 1 < len(self._lengths) else None
-            kb, vb = block.split(widths, -1)
+            kb, vb = block.chunk(2, -1)
             yield source, kb, vb
             if following is not None:
                 block = following()
 
     def gradients(self, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, Tensor]:
         """Pass each block's gradient around the ring, adding every rank's contribution."""
-        widths = [k.shape[-1], v.shape[-1]]
         travelling = None
         for source, kb, vb in self.blocks(k, v):
             gradient = torch.cat(backward(source, kb, vb), -1)
@@ -319,7 +310,7 @@ class RingBlocks:
                 gradient += travelling().to(gradient.dtype)
             travelling = self._pass_on(gradient.to(k.dtype), source)
         assert travelling is not None
-        dk, dv = travelling().split(widths, -1)
+        dk, dv = travelling().chunk(2, -1)
         return dk, dv
 
     def _pass_on(self, block: Tensor, source: int) -> Callable[[], Tensor]:

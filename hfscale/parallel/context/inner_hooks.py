@@ -151,7 +151,7 @@ def read_alone(
     _: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall
 ) -> Tensor:
     """Compute attention on this rank only, which has the queries, keys and values of full sequences."""
-    return read(q, k, v, call.sinks, mask, call, OwnBlocks())
+    return read(q, k, v, mask, call, OwnBlocks())
 
 
 def counting_tables(model: nn.Module) -> list[nn.Module]:

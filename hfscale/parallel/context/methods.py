@@ -3,6 +3,7 @@
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -85,7 +86,6 @@ def read(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sinks: Tensor | None,
     mask: MaskBlocks,
     call: AttentionCall,
     source: Source,
@@ -98,18 +98,13 @@ def read(
     # padding zeros do not change scores, and are removed from the output
     if {q.shape[-1], width} != {widest}:
         q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
-    if sinks is not None:
+    if call.sinks is not None:
         mask = mask.without_idle  # a query without keys still reads the sink
     kernel = kernel_for(q, call.scale, call.softcap, call.dropout, mask.idle is not None)
     seed = int(torch.randint(2**31, (), device="cpu")) if call.dropout else 0
     reading = Reading(mask, kernel, source, seed)
-    return attend(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        sinks,
-        reading,
-    )[..., :width]
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    return attend(q, k, v, call.sinks, reading)[..., :width]
 
 
 class ContextAttention:
@@ -152,7 +147,7 @@ class ContextAttention:
         source: Source = GatheredBlocks(split.lengths, self._group)
         if method != "gather":
             source = RingBlocks(split.lengths, mask.batch.rank, self._group)
-        return read(q, k, v, call.sinks, mask, call, source)
+        return read(q, k, v, mask, call, source)
 
     def _by_heads(
         self, q: Tensor, k: Tensor, v: Tensor, mask: MaskBlocks, call: AttentionCall, size: int
@@ -166,7 +161,8 @@ class ContextAttention:
         if k.shape[1] < size:  # repeat key/value heads until each rank has one
             k, v = (x.repeat_interleave(size // k.shape[1], 1) for x in (k, v))
         q, k, v = (apply_mapping(x, exchange.to_heads, exchange.to_tokens) for x in (q, k, v))
-        sinks = None if call.sinks is None else call.sinks.chunk(size)[exchange.own]
+        if call.sinks is not None:
+            call = replace(call, sinks=call.sinks.chunk(size)[exchange.own])
         source: Source = OwnBlocks() if alone else RingBlocks(split.lengths, rank, self._far)
-        output = read(q, k, v, sinks, together, call, source)
+        output = read(q, k, v, together, call, source)
         return apply_mapping(output, exchange.to_tokens, exchange.to_heads)

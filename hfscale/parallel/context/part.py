@@ -40,9 +40,8 @@ class ContextParallel(Part, ContextAxis):
     def __init__(self) -> None:
         self._override: AttentionOverride | None = None
         self._stack: list[ExitStack] = []
-        # Forward passes and their batches, for layers that read the batch when they are recomputed; ``None``: no such
-        # layers.
-        self._passes: ForwardPasses[CutBatch | None] | None = None
+        # forward passes and their batches, for layers that read the batch when they are recomputed
+        self._passes = ForwardPasses[CutBatch | None]()
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Replace the model's attention, and hook its token mixers and its text model; other modules run unchanged."""
@@ -60,8 +59,6 @@ class ContextParallel(Part, ContextAxis):
         self._counts_tokens = bool(counting_tables(text))
         if planned.text:
             cut_inside(text, self._record_positions)
-        if planned.whole or planned.handing:
-            self._passes = ForwardPasses()
         mixers = WholeSequences(partial(gather_sequences, group=group), self._current_sequences)
         for name in filter(runtime.is_local, planned.whole):
             keep_states_apart(model.get_submodule(name), self._whole_segments)
@@ -87,7 +84,7 @@ class ContextParallel(Part, ContextAxis):
         try:
             yield
         finally:
-            if self._passes is not None and not runtime.executor.under_way:
+            if not runtime.executor.under_way:
                 self._passes.clear()
 
     def check_step(
@@ -160,13 +157,11 @@ class ContextParallel(Part, ContextAxis):
     def _record_positions(self, batch: CutBatch) -> None:
         """Record the batch with the positions that a multimodal model has computed for its text model."""
         learn(batch)
-        if self._passes is not None:
-            self._passes.begin(batch)
+        self._passes.begin(batch)
 
     def _current_sequences(self) -> CutBatch | None:
         """Return the full sequences of the current forward pass, or of the pass of a layer that is being recomputed."""
-        recomputed = self._passes.current() if self._passes is not None and recomputing() else None
-        return current_batch() or recomputed
+        return current_batch() or (self._passes.current() if recomputing() else None)
 
     def _segments(self) -> Segments | None:
         batch = self._current_sequences()
@@ -193,8 +188,7 @@ class ContextParallel(Part, ContextAxis):
         batch: CutBatch | None = kwargs.pop(_BATCH, None)
         batch = None if batch is None else batch.to(next(model.parameters()).device)
         stack = ExitStack()
-        if self._passes is not None:
-            self._passes.begin(batch)
+        self._passes.begin(batch)
         if batch is not None and self._override is not None:
             stack.enter_context(self._override.passing(batch, self._attend))
         self._stack.append(stack)

@@ -1,14 +1,14 @@
 """Install FSDP2, for the data axes ``dp_shard`` and ``dp_replicate``, in a model."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from ..._compat.torch import has_backward_hook
-from ..._compat.torch_fsdp import add_up_gradients
+from ..._compat.torch_fsdp import add_up_gradients, forget_iteration, reduce_now
 from ...config.parallel import ParallelConfig
 from ...errors import ConfigError
 from ...train.runtime import Batch, Part, Runtime
@@ -25,7 +25,7 @@ class DataParallel(Part, DataAxes):
 
     state_key = "DataParallel"
 
-    _model: nn.Module
+    _model: Any  # wrapped by FSDP2
     _layout: ParallelConfig
     _wrapped: list[FSDPModule]
 
@@ -69,11 +69,18 @@ class DataParallel(Part, DataAxes):
                 "train_step and the optimizer's step, or use register_post_accumulate_grad_hook"
             )
 
+    @contextmanager
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
-    ) -> AbstractContextManager[None]:
-        """If a step raises, drop FSDP2's state of the step, such as a microbatch's gradients, before the next step."""
-        return shard.forgotten_if_it_raises(self._model)
+    ) -> Iterator[None]:
+        """If a step raises, drop FSDP2's state of the step, such as a microbatch's gradients, so that the caller can
+        try the step again, for example with fewer rows.
+        """
+        try:
+            yield
+        except BaseException:
+            forget_iteration(self._model)
+            raise
 
     def left_out(self) -> list[Tensor]:
         """Return the tensors that gradient compression keeps between steps, in addition to parameters and optimizer
@@ -119,7 +126,9 @@ class DataParallel(Part, DataAxes):
 
     def after_microbatch(self) -> None:
         if self._layout.reduce_each_microbatch:
-            shard.reduce_microbatch(self._model)
+            self._model.set_requires_gradient_sync(True)
+            reduce_now(self._model)
+            self._model.set_requires_gradient_sync(False)
 
     def release(self) -> None:
         shard.reshard(self._wrapped)

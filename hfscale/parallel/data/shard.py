@@ -6,6 +6,7 @@ sharded.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +25,6 @@ from ..._compat.torch import own_modules, own_parameters
 from ..._compat.torch_device import accelerators
 from ..._compat.torch_fsdp import (
     agree_on_gradients,
-    forget_iteration,
     gather_root,
     managed_places,
     read_whole_shards,
@@ -169,8 +169,7 @@ def apply_data_axes(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) 
       precision is left to autocast.
     - ``"bf16_params"``: FSDP2 casts neither the inputs of layers nor the parameters that transformers keeps in float32.
     """
-    assert mesh.device_mesh is not None
-    data_mesh = _data_mesh(mesh.device_mesh, mesh, compresses(plan), spread=False)
+    data_mesh = _data_mesh(plan, mesh)
     policy = _policy(plan, options)
     # Resharding after the forward pass saves memory only if weights are sharded.
     reshard = mesh.layout.dp_shard > 1 and plan.family not in READ_BY_CACHE
@@ -219,16 +218,13 @@ def _of_several_layers(
     model: nn.Module, plan: Plan, mesh: Mesh, layers: Sequence[nn.Module]
 ) -> dict[nn.Parameter, nn.Module]:
     """Return the adapter parameters that belong to several layers, each with the module that holds the parameter."""
-    held: dict[nn.Parameter, int] = {}
-    for layer in layers:
-        for parameter in layer.parameters():
-            held[parameter] = held.get(parameter, 0) + 1
+    held = Counter(parameter for layer in layers for parameter in layer.parameters())
     shared: dict[nn.Parameter, nn.Module] = {}
     for adapter in plan.adapters:
         if plan.is_local(mesh.pp_rank, adapter.name):
             holder, attribute = owner_of(model, adapter.name)
             parameter = own_parameters(holder)[attribute]
-            if parameter is not None and held.get(parameter, 0) > 1:
+            if parameter is not None and held[parameter] > 1:
                 shared[parameter] = holder
     return shared
 
@@ -311,7 +307,7 @@ def _shard_experts(
         shard_by_type(
             module,
             ignored=set(),
-            mesh=_data_mesh(mesh.expert_mesh, mesh, compresses(plan), spread=True),
+            mesh=_data_mesh(plan, mesh, spread=True),
             mp_policy=policy,
             offload_policy=offload,
             reshard_after_forward=shards > 1,
@@ -320,42 +316,23 @@ def _shard_experts(
     return alone
 
 
-def _data_mesh(device_mesh: DeviceMesh, mesh: Mesh, shards_alone: bool, spread: bool) -> DeviceMesh:
+def _data_mesh(plan: Plan, mesh: Mesh, spread: bool = False) -> DeviceMesh:
     """Return the device mesh over which FSDP2 shards parameters and reduces gradients.
 
-    By default this is the mesh of the data axes; with ``spread``, it is the mesh of the experts' data axes. With
-    ``shards_alone``, the axis of replicas is left out.
+    By default this is the mesh of the data axes; with ``spread``, it is the mesh of the experts' data axes. If
+    gradients are compressed, the axis of replicas is left out.
     """
+    device_mesh = mesh.expert_mesh if spread else mesh.device_mesh
+    assert device_mesh is not None
     replicate, shard = data_axes(spread)
-    return device_mesh[
-        (replicate, shard) if mesh.layout.size(replicate) > 1 and not shards_alone else (shard,)
-    ]
+    both = mesh.layout.size(replicate) > 1 and not compresses(plan)
+    return device_mesh[(replicate, shard) if both else (shard,)]
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     """Set whether the next backward pass reduces gradients over the data axes; disable this while accumulating."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
-
-
-def reduce_microbatch(model: Any) -> None:
-    """Reduce the gradients accumulated so far; call it inside :func:`one_reduction`."""
-    model.set_requires_gradient_sync(True)
-    reduce_now(model)
-    model.set_requires_gradient_sync(False)
-
-
-@contextmanager
-def forgotten_if_it_raises(model: nn.Module) -> Iterator[None]:
-    """If the step inside the ``with`` block raises, free the tensors that FSDP2 holds for the step.
-
-    The caller can then try the step again, for example with fewer rows.
-    """
-    try:
-        yield
-    except BaseException:
-        forget_iteration(model)
-        raise
 
 
 @contextmanager

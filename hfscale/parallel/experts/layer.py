@@ -40,7 +40,7 @@ class Choice:
 
     index: Tensor  # ``[n, k]``, the experts; the number of experts for a dropped route
     weights: Tensor  # ``[n, k]``
-    # ``[n, k]``, the slot of each route in buffers of fixed capacity (:func:`.mixture.through_slots`), else ``None``
+    # ``[n, k]``, the slot of each route in buffers of fixed capacity (:mod:`.mixture`), else ``None``
     places: Tensor | None = None
     slots: Sequence[int] = ()  # how many slots each rank has at each expert
     loss: Tensor | None = None  # this layer's router loss
@@ -260,14 +260,10 @@ class LayerRouting:
             samples * router_functions.room(tokens, capacity, k, count)
             for samples, tokens in self._shapes(now)
         ]
-        mine = slots[0] if len(slots) == 1 else slots[dist.get_rank(self.mesh.group("ep"))]
+        each = router_functions.room(index.shape[1], capacity, k, count)
+        mine = len(index) * each  # this rank's slots at each expert
         sample = torch.arange(len(index), device=index.device).view(-1, 1, 1)
-        places = (
-            index * mine
-            + sample * router_functions.room(index.shape[1], capacity, k, count)
-            + places
-        )
-        places = places.where(kept, count * mine)
+        places = (index * mine + sample * each + places).where(kept, count * mine)
         return replace(
             choice,
             index=index.flatten(0, 1),
@@ -288,11 +284,7 @@ class LayerRouting:
                 f"of {samples} x {tokens}), got {rows} tokens: use RoutingConfig() (which only counts tokens) or "
                 f"force_balanced alone, because other options of routing= need all tokens in {self.planned.name!r}"
             )
-        return _OwnTokens(
-            lengths,
-            start,
-            now.real.narrow(1, start, own) if lengths else now.real,
-        )
+        return _OwnTokens(lengths, start, now.real.narrow(1, start, own))
 
     def _rerouted(
         self, logits: Tensor, k: int, now: Pass, own: "_OwnTokens"
@@ -327,8 +319,8 @@ class LayerRouting:
         """Return this layer's router loss: the balance loss and the z-loss, weighted, per token of the step."""
         if self.is_cut():
             sums = reduce_from_tp_region(sums, self.mesh.tp_group)
-        if self.mesh.context is not None:  # each context rank has some tokens of every sequence
-            sums = reduce_from_tp_region(sums, self.mesh.context)
+        # Each context rank has some tokens of every sequence.
+        sums = reduce_from_tp_region(sums, self.mesh.context)
         balance = router_functions.balance_loss(sums)
         z = router_functions.z_loss(sums)
         loss = (self.options.balance_loss * balance + self.options.z_loss * z) / now.tokens

@@ -1,8 +1,8 @@
 """Report the load of experts, summed over ranks, and record the loads of many steps."""
 
 import json
+import math
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,7 @@ class LayerLoad:
         if not total or count == 1:
             return 1.0
         shares = torch.tensor(self.tokens, dtype=torch.float64) / total
-        return float(torch.special.entr(shares).sum()) / float(
-            torch.tensor(float(count)).double().log()
-        )
+        return float(torch.special.entr(shares).sum()) / math.log(count)
 
     @property
     def dropped_share(self) -> float:
@@ -106,21 +104,12 @@ def expert_load(model: nn.Module) -> ExpertLoad:
         dist.all_reduce(flat, group=group)
     routing.asked = True
     layers = []
-    every = iter(flat.tolist())
-    for planned, row in zip(runtime.plan.mixtures, rows, strict=True):
-        values = list(islice(every, len(row)))
-        dropped, balance, z, tokens = values[planned.count :]
-        loads = tuple(round(value) for value in values[: planned.count])
+    totals = flat.cpu().split([len(row) for row in rows])
+    for planned, total in zip(runtime.plan.mixtures, totals, strict=True):
+        *loads, dropped, balance, z, tokens = total.tolist()
         tokens = max(1.0, tokens)
-        layers.append(
-            LayerLoad(
-                planned.name,
-                loads,
-                round(dropped),
-                balance / tokens,
-                z / tokens,
-            )
-        )
+        counts = tuple(map(round, loads))
+        layers.append(LayerLoad(planned.name, counts, round(dropped), balance / tokens, z / tokens))
     return ExpertLoad(tuple(layers))
 
 

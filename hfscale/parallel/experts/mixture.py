@@ -6,8 +6,7 @@ has whole experts, every tensor rank sends a shard of the tokens, so that no tok
 parallelism a tensor rank has only its shard of the tokens anyway.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,9 +17,14 @@ from ..._compat.peft import terms_of_experts
 from ..._compat.transformers.experts import apply_gate, runs_grouped_products
 from ...config.routing import RoutingConfig
 from ...distributed.ops import collectives
-from ...distributed.ops.grouped_linear import ALIGNED, frozen_grouped_linear, grouped_linear
+from ...distributed.ops.grouped_linear import (
+    ALIGNED,
+    add_biases,
+    frozen_grouped_linear,
+    grouped_linear,
+)
 from ...distributed.ops.quantized_weights import encodings_of, read_quantized
-from ...distributed.ops.shared_casts import cast_weight
+from ...distributed.ops.shared_casts import autocast_dtype, cast_weight
 from ...plan.cut import share_evenly
 from ...train.runtime import Runtime, local_tensor
 from ...train.runtime.parameter_names import unwrapped
@@ -37,64 +41,45 @@ class Mixture:
     tensor ranks with the same tokens, each rank of the tensor group ``shares`` sends only its shard of these tokens.
     """
 
-    def __init__(self, routing: LayerRouting) -> None:
+    def __init__(self, routing: LayerRouting, experts: nn.Module) -> None:
         mesh = routing.mesh
+        self.experts = experts  # the experts of this rank
         layout = routing.mesh.layout
         self.routing, self.group, self.batches = routing, mesh.group("ep"), layout.expert_batches
         self.shares = mesh.tp_group if layout.slices_tokens else None
         self.count = routing.planned.count
 
-    def run(
-        self,
-        experts: nn.Module,
-        hidden: Tensor,
-        index: Tensor,
-        weights: Tensor,
-    ) -> Tensor:
+    def run(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return ``[n, h]``, the result of the stock ``experts(hidden [n, h], index [n, k], weights [n, k])``, by
-        sending tokens to the ranks of their experts. ``experts`` holds the experts of this rank.
+        sending tokens to the ranks of their experts.
         """
         choice = self.routing.choose(index, weights)
         if choice.places is None:
-            out = self._routed(experts, hidden, choice.index, choice.weights)
+            out = self._routed(hidden, choice.index, choice.weights)
         else:
             # Counted on the device, without a synchronization.
             self.routing.count(count_each(choice.index.flatten(), self.count + 1)[:-1])
-            given = hidden, choice.weights, choice.places, self.count, choice.slots
-            out = through_slots(*given, partial(run_experts, experts), self.group, self.batches)
+            out = self._through_slots(hidden, choice.weights, choice.places, choice.slots)
         return self.routing.finish(out, choice)
 
-    def _routed(
-        self,
-        experts: nn.Module,
-        hidden: Tensor,
-        index: Tensor,
-        weights: Tensor,
-    ) -> Tensor:
+    def _routed(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Send each tensor rank's shard of the tokens to the experts. If an all-reduce of the experts' outputs sends at
         most as many bytes, run this rank's experts on all tokens and all-reduce their outputs instead.
         """
         if self.shares is None or self.routing.is_cut():
-            return self._exchanged(experts, hidden, index, weights)
+            return self._exchanged(hidden, index, weights)
         if self.batches == 1 and 2 * index.shape[1] >= dist.get_world_size(self.shares):
-            return self._run_on_all_tokens(experts, hidden, index, weights, self.shares)
-        size = dist.get_world_size(self.shares)
-        rank = dist.get_rank(self.shares)
-        lengths = share_evenly(hidden.shape[0], size)
-        own_index = index.narrow(0, sum(lengths[:rank]), lengths[rank])
+            return self._run_on_all_tokens(hidden, index, weights, self.shares)
+        lengths = share_evenly(hidden.shape[0], dist.get_world_size(self.shares))
+        own_index = collectives.own_slice(index, lengths, 0, self.shares)
         own_hidden, own_weights = (
             collectives.scatter_to_tp_region(x, lengths, self.shares, 0) for x in (hidden, weights)
         )
-        out = self._exchanged(experts, own_hidden, own_index, own_weights)
+        out = self._exchanged(own_hidden, own_index, own_weights)
         return collectives.gather_from_tp_region(out, lengths, self.shares, 0)
 
     def _run_on_all_tokens(
-        self,
-        experts: nn.Module,
-        hidden: Tensor,
-        index: Tensor,
-        weights: Tensor,
-        ranks: dist.ProcessGroup,
+        self, hidden: Tensor, index: Tensor, weights: Tensor, ranks: dist.ProcessGroup
     ) -> Tensor:
         """Run this rank's experts on all tokens, and all-reduce the outputs."""
         own = self.count // dist.get_world_size(ranks)
@@ -103,21 +88,73 @@ class Mixture:
         local = local.masked_fill((local < 0) | (local >= own), own)
         routes, counts = plan_routes(local, own, None)
         self.routing.count([0] * before + counts + [0] * (self.count - before - own))
-        entered = collectives.copy_to_tp_region(hidden.to(compute_type(experts, hidden)), ranks)
-        out = through_experts(
-            experts, entered, collectives.copy_to_tp_region(weights, ranks), routes
+        entered, factors = (
+            collectives.copy_to_tp_region(x, ranks) for x in (self._cast(hidden), weights)
         )
+        out = through_experts(self.experts, entered, factors, routes)
         return collectives.reduce_from_tp_region(out, ranks).to(hidden.dtype)
 
-    def _exchanged(
-        self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor
-    ) -> Tensor:
+    def _exchanged(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         routes, counts = plan_routes(index, self.count, self.group)
         self.routing.count(counts)
-        computed = through_experts(
-            experts, hidden.to(compute_type(experts, hidden)), weights, routes, self.batches
+        cast = self._cast(hidden)
+        return through_experts(self.experts, cast, weights, routes, self.batches).to(hidden.dtype)
+
+    def _cast(self, hidden: Tensor) -> Tensor:
+        return hidden.to(compute_type(self.experts, hidden))
+
+    def _through_slots(
+        self, hidden: Tensor, weights: Tensor, places: Tensor, slots: Sequence[int]
+    ) -> Tensor:
+        """Send tokens to their experts in buffers of fixed capacity, and return the combined outputs ``[n, h]``.
+
+        Each expert has a fixed number of buffer rows (slots) for each sending rank: rank ``r`` sends ``slots[r]`` rows
+        to each expert, whether they are used or not, so that the host never waits for the device. Unused rows are zero
+        and have no gradient. :mod:`.dispatch` describes how gradients are scaled by ``batches``.
+
+        Args:
+            hidden: ``[n, h]``, this rank's tokens.
+            weights: ``[n, k]``, the weights of each token's experts.
+            places: ``[n, k]``, the slot of each token at each of its experts, in this rank's buffer:
+                ``expert * slots[rank] + place``; ``count * slots[rank]`` if the token is dropped.
+            slots: rows per expert that each rank of ``group`` sends.
+        """
+        ranks = len(slots)
+        local = self.count // ranks
+        own = slots[0 if self.group is None else dist.get_rank(self.group)]
+        width = hidden.shape[-1]
+        k = places.shape[1]
+        rows = hidden if k == 1 else hidden.repeat_interleave(k, 0)
+        # One extra row receives the dropped routes, and is removed.
+        empty = hidden.new_zeros(self.count * own + 1, width)
+        buffer = empty.index_copy(0, places.flatten(), rows)[:-1]
+        send = [local * own] * ranks
+        receive = [local * other for other in slots]
+        buffer = self._all_to_all(buffer, send, receive, float(self.batches))
+        by_sender = [
+            part.view(local, other, width)
+            for part, other in zip(buffer.split(receive), slots, strict=True)
+        ]
+        grouped = torch.cat(by_sender, 1).flatten(0, 1)
+        out = run_experts(self.experts, grouped, [sum(slots)] * local).view(local, sum(slots), -1)
+        leaving = torch.cat([part.flatten(0, 1) for part in out.split(list(slots), 1)])
+        leaving = self._all_to_all(leaving, receive, send, 1.0 / self.batches)
+        back = torch.cat((leaving, leaving.new_zeros(1, leaving.shape[-1])))
+        return (back[places] * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+
+    def _all_to_all(
+        self, rows: Tensor, send: list[int], receive: list[int], factor: float
+    ) -> Tensor:
+        """Exchange rows by all-to-all; in the backward pass, multiply the gradients by ``factor`` and send them
+        back.
+        """
+        if self.group is None:
+            return rows
+        return collectives.apply_mapping(
+            rows,
+            lambda rows: collectives.all_to_all(rows, send, receive, self.group),
+            lambda grad: collectives.all_to_all(grad * factor, receive, send, self.group),
         )
-        return computed.to(hidden.dtype)
 
 
 def through_experts(
@@ -130,7 +167,7 @@ def through_experts(
     return combine(grouped, weights, routes, batches)
 
 
-def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> Routing | None:
+def install_experts(runtime: Runtime, options: RoutingConfig | None) -> Routing | None:
     """Make the expert modules of the model exchange tokens with other ranks; return the routing state that they have in
     common.
 
@@ -159,7 +196,7 @@ def install_experts(runtime: Runtime, options: RoutingConfig | None = None) -> R
     routing, layers = routing_of_layers(runtime, options)
     for layer in layers:
         module: Any = runtime.model.get_submodule(layer.planned.name)
-        module.forward = partial(Mixture(layer).run, module)
+        module.forward = Mixture(layer, module).run
     return routing
 
 
@@ -176,82 +213,14 @@ def _too_narrow(experts: nn.Module, mixed_precision: str) -> bool:
     return any(dim * size % ALIGNED for weight in weights for dim in weight.shape[1:])
 
 
-def through_slots(
-    hidden: Tensor,
-    weights: Tensor,
-    places: Tensor,
-    count: int,
-    slots: Sequence[int],
-    compute: Callable[[Tensor, list[int]], Tensor],
-    group: dist.ProcessGroup | None,
-    batches: int,
-) -> Tensor:
-    """Send tokens to their experts in buffers of fixed capacity, and return the combined outputs ``[n, h]``.
-
-    Each expert has a fixed number of buffer rows (slots) for each sending rank: rank ``r`` sends ``slots[r]`` rows to
-    each expert, whether they are used or not, so that the host never waits for the device. Unused rows are zero and
-    have no gradient. :mod:`.dispatch` describes how gradients are scaled by ``batches``.
-
-    Args:
-        hidden: ``[n, h]``, this rank's tokens.
-        weights: ``[n, k]``, the weights of each token's experts.
-        places: ``[n, k]``, the slot of each token at each of its experts, in this rank's buffer:
-            ``expert * slots[rank] + place``; ``count * slots[rank]`` if the token is dropped.
-        count: number of experts.
-        slots: rows per expert that each rank of ``group`` sends.
-        compute: runs this rank's experts: gets rows ``[r, h]``, and the number of rows of each expert.
-        group: the ranks that exchange tokens; ``None`` if this rank has all experts.
-        batches: number of batches, of different data ranks, whose tokens the experts compute.
-    """
-    ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    local = count // ranks
-    own = slots[rank]
-    width = hidden.shape[-1]
-    k = places.shape[1]
-    rows = hidden if k == 1 else hidden.repeat_interleave(k, 0)
-    # One extra row receives the dropped routes, and is removed.
-    buffer = hidden.new_zeros(count * own + 1, width).index_copy(0, places.flatten(), rows)[:-1]
-    send = [local * own] * ranks
-    receive = [local * other for other in slots]
-    if group is not None:
-        buffer = _exchanged(buffer, send, receive, group, float(batches))
-    by_sender = [
-        part.view(local, other, width)
-        for part, other in zip(buffer.split(receive), slots, strict=True)
-    ]
-    grouped = torch.cat(by_sender, 1).flatten(0, 1)
-    out = compute(grouped, [sum(slots)] * local).view(local, sum(slots), -1)
-    leaving = torch.cat([part.flatten(0, 1) for part in out.split(list(slots), 1)])
-    if group is not None:
-        leaving = _exchanged(leaving, receive, send, group, 1.0 / batches)
-    back = torch.cat((leaving, leaving.new_zeros(1, leaving.shape[-1])))
-    return (back[places] * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
-
-
-def _exchanged(
-    rows: Tensor,
-    send: list[int],
-    receive: list[int],
-    group: dist.ProcessGroup,
-    factor: float,
-) -> Tensor:
-    """Exchange rows by all-to-all; in the backward pass, multiply the gradients by ``factor`` and send them back."""
-    return collectives.apply_mapping(
-        rows,
-        lambda rows: collectives.all_to_all(rows, send, receive, group),
-        lambda grad: collectives.all_to_all(grad * factor, receive, send, group),
-    )
-
-
 def compute_type(experts: Any, x: Tensor) -> torch.dtype:
     """Return the dtype in which the transformers module ``experts`` computes ``x``, autocast included."""
     experts = unwrapped(experts)
     weight: Tensor = experts.down_proj
-    # Autocast does not convert float64.
-    if torch.is_autocast_enabled(weight.device.type) and weight.dtype != torch.float64:
-        return torch.get_autocast_dtype(weight.device.type)
     encoding = encodings_of(experts).get("down_proj")
-    return weight.dtype if encoding is None else encoding.compute_dtype or x.dtype
+    if encoding is None or torch.is_autocast_enabled(weight.device.type):
+        return autocast_dtype(weight)
+    return encoding.compute_dtype or x.dtype
 
 
 def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
@@ -260,29 +229,30 @@ def run_experts(experts: Any, x: Tensor, counts: Sequence[int]) -> Tensor:
     """
     dtype = compute_type(experts, x)
     added, experts = low_rank_terms(experts), unwrapped(experts)
-    biased = experts.has_bias
     transposed = experts.is_transposed
 
     def linear(x: Tensor, name: str) -> Tensor:
         out = whole_rank(x, name)
         for a, b, scaling in added.get(name, ()):
-            inner = grouped_linear(x, a.to(dtype), None, counts)
-            out = out + scaling * grouped_linear(inner, b.to(dtype), None, counts)
+            inner = grouped_linear(x, a.to(dtype), counts)
+            out = out + scaling * grouped_linear(inner, b.to(dtype), counts)
         return out
 
     def whole_rank(x: Tensor, name: str) -> Tensor:
-        bias = local_tensor(getattr(experts, f"{name}_bias")).to(dtype) if biased else None
         if name in encodings_of(experts):
             # Dequantized in the forward pass and again in the backward pass (QLoRA, Dettmers et al. 2023).
-            return frozen_grouped_linear(
+            out = frozen_grouped_linear(
                 x,
                 lambda dtype: read_quantized(experts, name).to(dtype),
-                bias,
                 counts,
                 transposed=transposed,
             )
-        weight = cast_weight(local_tensor(getattr(experts, name)), dtype)
-        return grouped_linear(x, weight, bias, counts, transposed=transposed)
+        else:
+            weight = cast_weight(local_tensor(getattr(experts, name)), dtype)
+            out = grouped_linear(x, weight, counts, transposed=transposed)
+        if not experts.has_bias:
+            return out
+        return add_biases(out, local_tensor(getattr(experts, f"{name}_bias")).to(dtype), counts)
 
     if experts.has_gate:
         inner = apply_gate(experts, linear(x.to(dtype), "gate_up_proj"))

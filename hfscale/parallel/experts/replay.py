@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from ..._compat.replaced import attribute_replaced
 from ..._compat.torch import is_compiled_in_place
 from ..._compat.transformers.classes import class_name
-from ...distributed.ops.collectives import all_gather
+from ...distributed.ops.collectives import all_gather, own_slice
 from ...errors import ConfigError
 from ...models.module_kinds import experts_per_token, used_names
 from ...models.names import wild_name
@@ -295,11 +295,11 @@ def _choice(runtime: Runtime, number: int, planned: ExpertsPlan, given: Tensor |
     records it.
     """
     is_part = has_part_of_tokens(runtime, planned)
-    mesh = runtime.mesh
+    group = runtime.mesh.tp_group
     if given is not None:
-        lengths = share_evenly(given.shape[1], mesh.layout.tp) if is_part else [given.shape[1]]
-        rank = mesh.tp_rank if is_part else 0
-        given = given.narrow(1, sum(lengths[:rank]), lengths[rank])[:, :, number].flatten(0, 1)
+        if is_part and group is not None:
+            given = own_slice(given, share_evenly(given.shape[1], group.size()), 1, group)
+        given = given[:, :, number].flatten(0, 1)
     return _Choice(planned.count, given, is_part)
 
 

@@ -14,7 +14,7 @@ from ...errors import ConfigError
 from ...plan import Plan
 from ...plan.sequence_split import tokens_of
 from ...train.runtime.batches import Microbatch
-from .orders import order
+from .orders import order, order_of
 from .timeline import Order, fullest_live, peak_live
 
 Batch = Mapping[str, Any]
@@ -256,7 +256,5 @@ def in_flight_of_ranks(
 def _order(plan: Plan, num_microbatches: int | None) -> Order:
     layout = plan.layout
     count = num_microbatches or layout.num_microbatches or layout.pp
-    schedule = str(layout.pipeline_schedule)
     # Without a flush, microbatches of earlier steps are still in flight.
-    steps = 1 if layout.flushes else layout.pp
-    return order(schedule, layout.pp, count, layout.virtual_stages or 1, steps)
+    return order_of(layout, count, 1 if layout.flushes else layout.pp)

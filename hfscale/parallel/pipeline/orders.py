@@ -283,6 +283,12 @@ def order(
     )
 
 
+def order_of(layout: "ParallelConfig", num_microbatches: int, steps: int = 1) -> Order:
+    """Return, per rank, the sequence of its actions in a layout's schedule: see :func:`order`."""
+    virtual = int(layout.virtual_stages or 1)
+    return order(str(layout.pipeline_schedule), layout.pp, num_microbatches, virtual, steps)
+
+
 def check(
     schedule: str, pp_size: int, num_microbatches: int, virtual_stages: int = 1, steps: int = 1
 ) -> None:
@@ -336,6 +342,7 @@ def check_layout(layout: "ParallelConfig") -> None:
     schedule = str(layout.pipeline_schedule)
     ranks = layout.pp
     if ranks > 1 and not schedule.endswith(".csv"):
+        # 2 * ranks microbatches are the default here, because all schedules accept this number.
         check(
             schedule, ranks, layout.num_microbatches or 2 * ranks, int(layout.virtual_stages or 1)
         )

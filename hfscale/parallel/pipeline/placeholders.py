@@ -51,7 +51,7 @@ class StageForward:
     target: tuple[int, int] = (0, 0)  # samples and tokens of the decoder's input
     memory: Tensor | None = None  # the encoder's output
 
-    def blank(self, target: bool, width: int | None = None) -> Tensor:
+    def blank(self, target: bool, width: int | None) -> Tensor:
         """Return zeros ``[b, s, h]`` for all tokens of the encoder's input (with ``target``: of the decoder's input).
 
         The zeros are a new tensor, because stock code may scale them in place.
@@ -150,12 +150,10 @@ class _Placeholder(nn.Module):
 
         PEFT makes such copies of a head that is trained in full.
         """
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        shared = {name: self.__dict__[name] for name in ("_absent", "_passage")}
-        made.__dict__.update(
-            copy.deepcopy({**self.__dict__, **dict.fromkeys(shared)}, memo) | shared
-        )
+        for shared in (self._absent, self._passage):
+            memo[id(shared)] = shared
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
 
 

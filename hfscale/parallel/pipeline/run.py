@@ -34,7 +34,7 @@ from ...train.runtime.batches import Microbatch
 from .agreement import StageAgreement, TiedGradients
 from .csv_table import read_csv
 from .microbatches import Batch, hidden_shape, is_of_towers, share_out, targets_of, with_targets
-from .orders import check, order
+from .orders import check_layout, order_of
 from .placeholders import run_stages_apart
 from .split import splits_exactly
 from .timeline import Order, stage_ranks
@@ -51,16 +51,12 @@ def stage_places(layout: ParallelConfig) -> dict[int, int] | None:
         ConfigError: the schedule cannot run the layout's stages and microbatches.
     """
     schedule = str(layout.pipeline_schedule)
-    pp_size = layout.pp
-    count = layout.num_microbatches
-    virtual = int(layout.virtual_stages or 1)
     if schedule.endswith(".csv"):
         actions_of = read_csv(Path(schedule))
         rank_programs(actions_of, schedule)  # raises if the order cannot be run
         given = 1 + max(action.microbatch for actions in actions_of for action in actions)
-        return stage_ranks(order(schedule, pp_size, count or given, virtual))
-    # 2 * pp_size microbatches are the default here, because all schedules accept this number.
-    check(schedule, pp_size, count or 2 * pp_size, virtual)
+        return stage_ranks(order_of(layout, layout.num_microbatches or given))
+    check_layout(layout)
     return None
 
 
@@ -211,10 +207,7 @@ class Pipeline(Executor):
             return False
 
     def _order(self, num_microbatches: int) -> Order:
-        layout = self._layout
-        schedule = str(layout.pipeline_schedule)
-        virtual = int(layout.virtual_stages or 1)
-        return order(schedule, layout.pp, num_microbatches, virtual)
+        return order_of(self._layout, num_microbatches)
 
     def _program_of(self, num_microbatches: int, backward: bool) -> list[Step]:
         actions = self._order(num_microbatches)

@@ -8,6 +8,7 @@ rank 0 holds stage 0.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal, NamedTuple, TypeAlias
 
 Kind: TypeAlias = Literal["forward", "backward", "backward_input", "backward_weight", "update"]
@@ -111,10 +112,7 @@ class Timeline:
     @property
     def work(self) -> float:
         """The busy time of the busiest rank, which is the ideal length of the step."""
-        return max(
-            (_busy(spans, float("-inf"), float("inf")) for spans in self.ranks),
-            default=0.0,
-        )
+        return max(map(_busy, self.ranks), default=0.0)
 
     @property
     def bubble(self) -> float:
@@ -130,8 +128,7 @@ class Timeline:
     def idle(self) -> float:
         """The fraction of all ranks' time, between the first and the last action, that ranks spend waiting."""
         total = self.makespan * self.num_ranks
-        busy = sum(_busy(spans, float("-inf"), float("inf")) for spans in self.ranks)
-        return 1 - busy / total if total else 0.0
+        return 1 - sum(map(_busy, self.ranks)) / total if total else 0.0
 
     @property
     def steady_idle(self) -> float | None:
@@ -250,7 +247,7 @@ def stage_ranks(order: Order) -> dict[int, int]:
     return {action.stage: rank for rank, actions in enumerate(order) for action in actions}
 
 
-def _busy(spans: tuple[Span, ...], begin: float, end: float) -> float:
+def _busy(spans: tuple[Span, ...], begin: float = -inf, end: float = inf) -> float:
     return sum(
         max(
             0.0,

@@ -24,12 +24,10 @@ if TYPE_CHECKING:
 
 _CALLS = {
     "backward_weight": "backward_weight",
-    **{
-        "SEND_F": "send_output",
-        "RECV_F": "receive_input",
-        "SEND_B": "send_gradient",
-        "RECV_B": "receive_gradient",
-    },
+    "SEND_F": "send_output",
+    "RECV_F": "receive_input",
+    "SEND_B": "send_gradient",
+    "RECV_B": "receive_gradient",
 }
 _RESULTS = {
     "forward": (0, "activation"),

@@ -117,7 +117,7 @@ class StageWorker:
         self._sent: list[_Transfer] = []
         self.index = place.index
         self.has_backward = True
-        self.is_first, self.is_last = place.index == 0, place.index == len(place.ranks) - 1
+        self.is_first = place.index == 0
 
     # --- computing ----------------------------------------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ class StageWorker:
 
     def backward(self, microbatch: int, full: bool = True) -> None:
         """Run the backward pass or, with ``full=False``, its first half, which computes the gradient of the input."""
-        kept = self._kept[microbatch] if not full else self._kept.pop(microbatch)
+        kept = self._kept.pop(microbatch) if full else self._kept[microbatch]
         gradient = None
         if microbatch in self._gradients:
             gradient = _there(self._gradients.pop(microbatch))
@@ -185,20 +185,17 @@ class StageWorker:
 
     def send_output(self, microbatch: int) -> None:
         """Start sending the hidden states to the next stage."""
-        output = (
-            self._kept[microbatch].output
-            if self.has_backward
-            else self._kept.pop(microbatch).output
-        )
+        output = self._kept[microbatch].output
         # without gradients that come back, wait here for all sends but the latest
         if not self.has_backward:
+            del self._kept[microbatch]
             for index in list(self._leaving)[:-1]:
                 self._leaving.pop(index).wait()
         self._leaving[microbatch] = self._move(dist.isend, output.detach(), +1)
 
     def receive_gradient(self, microbatch: int) -> None:
         """Start receiving the gradient of the hidden states from the next stage."""
-        if self.trains and not self.is_last:
+        if self.trains:
             buffer = torch.empty_like(
                 self._kept[microbatch].output, memory_format=torch.contiguous_format
             )

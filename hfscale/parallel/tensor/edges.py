@@ -84,14 +84,11 @@ class Overlap:
         gather, reduce, entries = (
             (None, self._start_sum, x.numel()) if stream is None else stream.collectives(x)
         )
-        autocast = torch.is_autocast_enabled(x.device.type)
         # The gradient is a sum over projections that ran in the autocast dtype, so it is sent in this dtype.
-        if autocast:
+        if torch.is_autocast_enabled(x.device.type):
             reduce = narrowed(reduce, torch.get_autocast_dtype(x.device.type))
         agrees = self._agrees
         if not (agrees or self.regather) and entries * x.element_size() < overlap.OVERLAPPED_FROM:
-            if stream is None and not autocast:
-                return collectives.copy_to_tp_region(x, self.group)
             return _entered_at_once(x, gather, reduce)
         reads = self._trained_columns(regathers=self.regather and stream is not None)
         weights = [
@@ -186,8 +183,8 @@ def install_block_edges(
     model: nn.Module,
     block: BlockPlan,
     mesh: Mesh,
-    stream: "SequenceRegion | None" = None,
-    overlap: Overlap | None = None,
+    stream: "SequenceRegion | None",
+    overlap: Overlap | None,
 ) -> None:
     """Install the hooks of ``block``: collectives at its entry and exit, and random numbers of this rank inside.
 
@@ -282,7 +279,7 @@ class _BlockEnds:
 
 
 def install_head_edge(
-    head: nn.Module, group: dist.ProcessGroup, streams: "Sequence[SequenceRegion]" = ()
+    head: nn.Module, group: dist.ProcessGroup, streams: "Sequence[SequenceRegion]"
 ) -> None:
     """Install a hook on the entry of the head, the projection onto the vocabulary; the head's output stays sharded."""
 

@@ -286,9 +286,7 @@ class VocabParallelLoss(KeepsOutputs):
         targets = given
         if shift_labels is None and not self.current.shifted:  # the last positions have no target
             targets = nn.functional.pad(given, (0, self.shift), value=_IGNORED)[..., self.shift :]
-        targets = targets.reshape(-1)
-        if targets.device != logits.device:
-            targets = targets.to(logits.device)
+        targets = targets.reshape(-1).to(logits.device)
         if targets.numel() != logits.shape[:-1].numel():
             raise ConfigError(
                 f"the loss must get one label per position, got {targets.numel()} labels for "
@@ -354,19 +352,16 @@ class VocabParallelLoss(KeepsOutputs):
         self._call = _Call()
         if not call.with_labels:
             return output
-        shown = call.shows_logits
         if not call.called_loss:
             return self._left_alone(model, output)
+        logits = None
+        if call.shows_logits:
+            own = output[1] if isinstance(output, tuple) else output.logits
+            logits = gather_from_tp_region(own, self.lengths, self.group)
         if isinstance(output, tuple):  # (loss, logits, ...)
-            logits = gather_from_tp_region(output[1], self.lengths, self.group) if shown else None
-            return (
-                output[0],
-                logits,
-                *(None if isinstance(extra, LazyLogits) else extra for extra in output[2:]),
-            )
-        output.logits = (
-            gather_from_tp_region(output.logits, self.lengths, self.group) if shown else None
-        )
+            others = (None if isinstance(extra, LazyLogits) else extra for extra in output[2:])
+            return output[0], logits, *others
+        output.logits = logits
         return output
 
     def _left_alone(self, model: nn.Module, output: Any) -> Any:

@@ -109,8 +109,8 @@ def install_partial_sums(
 def read_partial(
     module: nn.Module,
     sums: PartialSums,
-    names: Sequence[str] | None = None,
-    once: bool = True,
+    names: Sequence[str],
+    once: bool,
     holder: nn.Module | None = None,
 ) -> None:
     """Make ``module`` read parameters through ``sums``.
@@ -118,7 +118,7 @@ def read_partial(
     Args:
         module: the module whose forward pass reads the parameters.
         sums: sums their gradients.
-        names: the parameters' names, by default all parameters of the holder.
+        names: the parameters' names; the holder may lack some of them.
         once: if false, the module computes with zeros in place of the values, but the parameters still get gradients.
         holder: the module that holds the parameters, by default ``module`` or the stock modules that it wraps.
     """
@@ -129,8 +129,8 @@ def read_partial(
         return value if once else value * 0.0
 
     for held in computing(module) if holder is None else [holder]:
-        own = [name for name, parameter in own_parameters(held).items() if parameter is not None]
-        chosen = [name for name in own if names is None or name in names]
+        own = own_parameters(held)
+        chosen = [name for name in names if own.get(name) is not None]
         if chosen:
             read_through(module, held, dict.fromkeys(chosen, read))
 

@@ -74,28 +74,20 @@ def _find_head(draft: Draft) -> tuple[str | None, str | None, str]:
     """
     kind = type(draft.model).__name__
     loss = getattr(draft.model, "loss_type", None) or "ForCausalLM"  # transformers' default
-    head = (
-        draft.model.get_output_embeddings()
-        if hasattr(draft.model, "get_output_embeddings")
-        else None
-    )
+    head = getattr(draft.model, "get_output_embeddings", lambda: None)()
     proved = find_text_model(draft.model) is not None and has_causal_loss(draft.model)
+    reason = ""
     if loss != SHIFTED and not proved:
-        return (
-            None,
-            None,
-            f"{kind} has another loss than a causal language model's (loss_type {loss!r})",
-        )
-    if not isinstance(head, nn.Linear):
-        return (
-            None,
-            None,
-            f"the head of {kind} is {'not there' if head is None else f'a {type(head).__name__}'}",
-        )
-    if has_own_loss(draft.model, head):
-        return None, None, f"{kind} takes a cross entropy of its own, in its forward pass"
-    if proved and (other := ask("loss", draft.model)) is not None:
-        return None, None, f"{kind} has another loss than a causal language model's: {other}"
+        reason = f"{kind} has another loss than a causal language model's (loss_type {loss!r})"
+    elif not isinstance(head, nn.Linear):
+        found = "not there" if head is None else f"a {type(head).__name__}"
+        reason = f"the head of {kind} is {found}"
+    elif has_own_loss(draft.model, head):
+        reason = f"{kind} takes a cross entropy of its own, in its forward pass"
+    elif proved and (other := ask("loss", draft.model)) is not None:
+        reason = f"{kind} has another loss than a causal language model's: {other}"
+    if reason:
+        return None, None, reason
     loss = SHIFTED if proved else loss
     return next(name for name, module in draft.modules.items() if module is head), loss, ""
 

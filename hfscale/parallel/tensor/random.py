@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..._compat.torch_device import device_module, is_accelerator
 from ...distributed.mesh import Mesh
@@ -54,7 +54,7 @@ def cut_region(
     The stream is switched only in passes for which ``wanted()`` is true. Return a function that restores the stream
     with equal numbers on all ranks (the *replicated* stream) after a pass that was interrupted.
     """
-    saved: list[torch.Tensor] = []
+    saved: list[Tensor] = []
     # whether the saved state is from a recomputation, which itself restores the generator afterwards
     passing = [False]
 
@@ -91,18 +91,17 @@ class LayerRandom:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         # state at which the replicated stream continues after this layer
-        self._after: torch.Tensor | None = None
+        self._after: Tensor | None = None
         # the block, and the state at which the cut stream continues after the block
-        self._cut: tuple[str, torch.Tensor] | None = None
+        self._cut: tuple[str, Tensor] | None = None
         self._generator: torch.Generator | None = None
 
     def reset(self) -> None:
         """Restore the random stream with equal numbers on all tensor ranks after a layer that raised, and drop the
         state of a recomputed layer.
         """
-        if self._after is not None and self._generator is not None:
-            self._generator.set_state(self._after)
-        self._after = self._cut = None
+        self.leave_layer()
+        self._cut = None
 
     def enter_layer(self, layer: nn.Module) -> None:
         """Switch to random numbers that differ between tensor ranks, for a layer in which each rank has
@@ -114,12 +113,12 @@ class LayerRandom:
             # A recomputation restores the generator itself.
             self._after = None if recomputing() else after
 
-    def leave_layer(self, layer: nn.Module) -> None:
+    def leave_layer(self) -> None:
         """Switch back to random numbers that are equal on all tensor ranks, after a layer that each rank ran on its own
         tokens.
         """
-        if self._after is not None:
-            _generator_of(layer).set_state(self._after)
+        if self._after is not None and self._generator is not None:
+            self._generator.set_state(self._after)
             self._after = None
 
     def enter_sums(self, row: nn.Module, block: str) -> None:
@@ -138,9 +137,7 @@ class LayerRandom:
             self._cut = None
 
 
-def drop_own(
-    dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, rank: int
-) -> torch.Tensor:
+def drop_own(dropout: Derive, x: Tensor, rank: int) -> Tensor:
     """Apply dropout to a sharded activation with a mask of this rank only, in code whose random numbers are equal on
     all tensor ranks.
     """
@@ -152,9 +149,7 @@ def drop_own(
         generator.set_state(after)
 
 
-def drop_again(
-    dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, key: str
-) -> Derive:
+def drop_again(dropout: Derive, x: Tensor, key: str) -> Derive:
     """Return a dropout function for the replicated activation ``x``, in code whose random numbers differ between tensor
     ranks.
 
@@ -162,7 +157,7 @@ def drop_again(
     """
     seed = derive_seed(str(default_generator(x.device).initial_seed() // _RANKS), key)
 
-    def drop(x: torch.Tensor) -> torch.Tensor:
+    def drop(x: Tensor) -> Tensor:
         generator = default_generator(x.device)
         after = generator.get_state()
         generator.manual_seed(seed)
@@ -174,20 +169,20 @@ def drop_again(
     return drop
 
 
-def drawn_again(x: torch.Tensor, drop: Derive) -> torch.Tensor:
+def drawn_again(x: Tensor, drop: Derive) -> Tensor:
     """Return ``drop(x)``, and in the backward pass draw its mask again instead of saving it.
 
     Dropout multiplies each entry, and the gradient of the entry, by a number drawn in memory order. ``drop`` must draw
     the same numbers in every call.
     """
 
-    def draw(x: torch.Tensor) -> torch.Tensor:
+    def draw(x: Tensor) -> Tensor:
         return drop(x.contiguous())
 
     return apply_mapping(x, draw, draw)
 
 
-def _switch(generator: torch.Generator, rank: int) -> torch.Tensor:
+def _switch(generator: torch.Generator, rank: int) -> Tensor:
     """Seed the generator from its state and ``rank``, so that tensor ranks draw different numbers; return the state to
     restore afterwards.
     """
@@ -237,7 +232,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 def take_first_state(
     generator: torch.Generator, group: dist.ProcessGroup, device: torch.device
-) -> torch.Tensor:
+) -> Tensor:
     """Set a generator to its state on the group's first rank, and return this state; tensors are sent on ``device``."""
     state = generator.get_state().to(device)
     dist.broadcast(state, group=group, group_src=0)
@@ -246,7 +241,7 @@ def take_first_state(
     return state
 
 
-def derive_seed(source: torch.Tensor | str, key: int | str) -> int:
+def derive_seed(source: Tensor | str, key: int | str) -> int:
     """Return a seed derived from ``key`` and ``source``, a generator's state or a string."""
     content = source.encode() if isinstance(source, str) else source.cpu().numpy().tobytes()
     digest = hashlib.blake2b(

@@ -31,7 +31,7 @@ class Scoring:
     """
 
     def __init__(
-        self, temperature: float = 1.0, read: Callable[[Any, VocabularySlice], Any] | None = None
+        self, temperature: float, read: Callable[[Any, VocabularySlice], Any] | None
     ) -> None:
         self.temperature = temperature
         self._read = read

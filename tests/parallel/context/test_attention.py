@@ -133,7 +133,7 @@ def test_ranks_read_what_one_process_reads(
 def test_heads_of_values_may_have_another_width(width: int, values: int) -> None:
     q, k, v = draw(width=width, values=values)
     mask = mask_of(1, 0)
-    found = read(q, k, v, None, mask, AttentionCall(SCALE, None, 0.0, None), OwnBlocks())
+    found = read(q, k, v, mask, AttentionCall(SCALE, None, 0.0, None), OwnBlocks())
     wanted = plainly(q, k, v, mask.block((0, TOTAL), (0, TOTAL)), None, None)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
 

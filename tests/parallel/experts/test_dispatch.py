@@ -30,7 +30,7 @@ def mixture(
     routes, _ = plan_routes(index, count, group)
     rows = dispatch(x, routes, batches)
     return combine(
-        grouped_linear(rows.square(), experts, None, routes.counts).square(),
+        grouped_linear(rows.square(), experts, routes.counts).square(),
         weights,
         routes,
         batches,

@@ -38,7 +38,7 @@ def _model(
 
 
 def _layers(model: Any) -> list[Any]:
-    return [layer.mlp.experts.forward.func.__self__.routing for layer in model.model.layers]
+    return [layer.mlp.experts.forward.__self__.routing for layer in model.model.layers]
 
 
 # --- options ----------------------------------------------------------------------------------------------------------

@@ -36,9 +36,7 @@ def install_sequence_hooks(
         layer = model.get_submodule(name)
         layer.register_forward_pre_hook(hooks.before_layer, with_kwargs=True)
         if plan.dropout:
-            layer.register_forward_hook(
-                lambda module, args, output: region.random.leave_layer(module)
-            )
+            layer.register_forward_hook(lambda *_: region.random.leave_layer())
     for name in filter(holds, plan.gathered):
         module = model.get_submodule(name)
         module.register_forward_pre_hook(hooks.before_whole, with_kwargs=True)
@@ -74,18 +72,16 @@ class _Hooks:
             self.region.random.enter_layer(layer)
         x = hidden_states_of(args, kwargs)
         share = self.region.cut_before(layer, x)
-        self.region.note_stream(x if share is None else share)
+        self.region.note_stream()
         return None if share is None else with_hidden_states(args, kwargs, share)
 
     def make_whole(self, _: nn.Module, args: Any, output: Any) -> Any:
         """Gather all tokens of the last layer's output."""
-        if not self.region.finish():
-            return output
         if isinstance(output, Tensor):
-            return self.region.gather(output)
+            return self.region.finish(output)
         if isinstance(output, tuple):
-            return (self.region.gather(output[0]), *output[1:])
-        output.last_hidden_state = self.region.gather(output.last_hidden_state)
+            return (self.region.finish(output[0]), *output[1:])
+        output.last_hidden_state = self.region.finish(output.last_hidden_state)
         return output
 
     def before_whole(
