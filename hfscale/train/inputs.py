@@ -407,14 +407,20 @@ def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> l
     return shared
 
 
+def has_rows(batch: Mapping[str, Any]) -> bool:
+    """Return whether a batch has rows; assume it of a batch of neither token ids nor embeddings."""
+    tokens = batch.get("input_ids")
+    tokens = batch.get("inputs_embeds") if tokens is None else tokens
+    return not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[0] > 0
+
+
 def _without_gaps(runtime: Runtime, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``batch``, unless it has no rows. Then return rows of padding with ignored labels, because a rank without
     rows must still join all collectives.
     """
-    tokens = batch.get("input_ids")
-    tokens = batch.get("inputs_embeds") if tokens is None else tokens
-    if not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[0] > 0:
+    if has_rows(batch):
         return batch
+    tokens = batch["inputs_embeds" if batch.get("input_ids") is None else "input_ids"]
     rows = runtime.executor.fewest_rows()
     length = max(2, tokens.shape[1])
     filled = {name: _padding_rows(name, value, rows, length) for name, value in batch.items()}

@@ -159,6 +159,23 @@ def test_arguments_of_no_rows(pools: Pools, kind: str, monkeypatch: pytest.Monke
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=0.0)
 
 
+def _outputs(layout: dict[str, Any]) -> list[tuple[int, ...]]:
+    model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(**layout), seed=0)
+    whole, empty = batch(4), batch(0)
+    alone = hfscale.eval_step(model, empty, return_outputs=True)[1]
+    both = hfscale.eval_step(model, [whole, empty], return_outputs=True)[1]
+    scores = hfscale.token_scores(model, empty)
+    return [tuple(each.shape) for each in (alone.logits, both[0].logits, both[1].logits)] + [
+        tuple(scores.log_probs.shape)
+    ]
+
+
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"pp_size": 2, "pipeline_schedule": "gpipe"}])
+def test_no_row_has_no_outputs(pools: Pools, layout: dict[str, Any]) -> None:
+    for shapes in pools(2).run(_outputs, layout):
+        assert shapes == [(0, 9, 67), (4, 9, 67), (0, 9, 67), (0, 9)]
+
+
 def _uneven(layout: dict[str, Any], counts: dict[int, int]) -> str:
     model = hfscale.from_config(
         tiny("llama", num_hidden_layers=4), parallel=ParallelConfig(**layout)
