@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, check_number, check_switch
-from .inputs import has_rows, prepare
+from .inputs import prepare
 from .runtime import Batch, Objective, Part, Runtime, runtime_of
 
 if TYPE_CHECKING:  # imported at runtime only for such a loss
@@ -218,13 +218,9 @@ def eval_step(
         loss = runtime.run_step(model, microbatches, objective, backward=False)
     if kept is None:
         return loss
-    given = [batch] if isinstance(batch, Mapping) else batch
-    outputs = [
-        # not those of padding in place of a batch without rows
-        output if has_rows(each) else type(output)({name: output[name][:0] for name in output})
-        for output, each in zip(kept.gathered(len(given)), given, strict=True)
-    ]
-    return loss, outputs[0] if isinstance(batch, Mapping) else outputs
+    single = isinstance(batch, Mapping)
+    outputs = kept.of_own_rows([batch] if single else batch)
+    return loss, outputs[0] if single else outputs
 
 
 def _divisors(count: Tensor, asked: float | Sequence[float], microbatches: int) -> list[Tensor]:
