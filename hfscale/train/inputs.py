@@ -407,18 +407,24 @@ def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> l
     return shared
 
 
+def has_rows(batch: Mapping[str, Any]) -> bool:
+    """Return whether a batch has rows; assume it of a batch of neither token ids nor embeddings."""
+    tokens = batch.get("input_ids")
+    tokens = batch.get("inputs_embeds") if tokens is None else tokens
+    return not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[0] > 0
+
+
 def _without_gaps(runtime: Runtime, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``batch``, unless it has no rows. Then return rows of padding with ignored labels, because a rank without
     rows must still join all collectives.
     """
-    tokens = batch.get("input_ids")
-    tokens = batch.get("inputs_embeds") if tokens is None else tokens
-    if not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[0] > 0:
+    if has_rows(batch):
         return batch
+    tokens = batch["inputs_embeds" if batch.get("input_ids") is None else "input_ids"]
     rows = runtime.executor.fewest_rows()
-    filled = {name: _padding_rows(name, value, rows) for name, value in batch.items()}
+    length = max(2, tokens.shape[1])
+    filled = {name: _padding_rows(name, value, rows, length) for name, value in batch.items()}
     # Expert balance ignores masked tokens, so mask all of them; other models should attend to some token.
-    length = filled["input_ids" if "input_ids" in filled else "inputs_embeds"].shape[1]
     mask = torch.full(
         (rows, length),
         int(not any(part.masks_padding for part in runtime.parts)),
@@ -430,14 +436,22 @@ def _without_gaps(runtime: Runtime, batch: Mapping[str, Any]) -> Mapping[str, An
     return filled
 
 
-def _padding_rows(name: str, value: Any, rows: int) -> Any:
-    """Return the argument ``name`` of a batch that has no rows, filled with ``rows`` rows of padding of at least two
-    tokens. Other values are returned unchanged.
+def _padding_rows(name: str, value: Any, rows: int, length: int) -> Any:
+    """Return the argument ``name`` of a batch that has no rows, filled with ``rows`` rows of padding of ``length``
+    tokens; ``None`` for an argument that is not one of tokens, such as pictures. Other values are returned unchanged.
     """
-    if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[0] > 0:
+    if not isinstance(value, Tensor) or value.ndim < 2:
         return value
-    _, length, *others = value.shape
-    return value.new_full(
-        (rows, max(2, length), *others),
-        _FILLERS.get(name, 0),
-    )
+    counts = name == "position_ids"  # [rows, tokens], or of several axes [3, rows, tokens]
+    if value.shape[-2 if counts else 0] > 0:
+        return value
+    if counts:
+        counted = torch.arange(length, dtype=value.dtype, device=value.device)
+        return counted.expand(*value.shape[:-2], rows, length)
+    if name == "attention_mask" and value.ndim == 4:  # [rows, heads, tokens, tokens]
+        attends = int(not value.is_floating_point())  # floating-point masks are added to scores
+        return value.new_full((rows, value.shape[1], length, length), attends)
+    width = max(2, value.shape[1])
+    if name not in _TENSORS and not name.endswith("mask") and width != length:
+        return None
+    return value.new_full((rows, width, *value.shape[2:]), _FILLERS.get(name, 0))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
+from .inputs import has_rows
 from .runtime import Objective, Runtime
 from .runtime.batches import Microbatch
 
@@ -101,3 +102,12 @@ class KeptOutputs:
             for group in groups
         ]
         return [ModelOutput(output) for output in from_last_stage(self._runtime, joined)]
+
+    def of_own_rows(self, batches: Sequence[Mapping[str, Any]]) -> list[ModelOutput]:
+        """Return the outputs of each of the step's ``batches`` like :meth:`gathered`, but none of the padding in place
+        of a batch without rows. Collective.
+        """
+        return [
+            output if has_rows(batch) else ModelOutput({name: output[name][:0] for name in output})
+            for output, batch in zip(self.gathered(len(batches)), batches, strict=True)
+        ]

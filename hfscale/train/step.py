@@ -218,9 +218,9 @@ def eval_step(
         loss = runtime.run_step(model, microbatches, objective, backward=False)
     if kept is None:
         return loss
-    single = isinstance(batch, Mapping)
-    outputs = kept.gathered(1 if single else len(batch))
-    return loss, outputs[0] if single else outputs
+    if isinstance(batch, Mapping):
+        return loss, kept.of_own_rows([batch])[0]
+    return loss, kept.of_own_rows(batch)
 
 
 def _divisors(count: Tensor, asked: float | Sequence[float], microbatches: int) -> list[Tensor]:

@@ -22,7 +22,7 @@ from ..config.parallel import UNCUT_SEQUENCES
 from ..distributed.ops.token_scores import TokenScores
 from ..errors import ConfigError, check_number
 from ..plan.feature_plans import ROUTES
-from .inputs import prepare
+from .inputs import has_rows, prepare
 from .outputs import KeptOutputs, from_last_stage
 from .packed_rows.facts import LENGTHS
 from .runtime import Batch, Objective, Runtime, local_tensor, runtime_of
@@ -154,12 +154,14 @@ def token_scores(
         kept[index] = _scores(runtime, called, microbatch, count, temperature)
         return kept[index].log_probs.sum() * 0
 
+    rows = slice(None) if has_rows(batch) else slice(0)  # not those of padding in their place
     if torch.is_grad_enabled() and runtime.plan.stages is None:
-        return _scores(runtime, model, microbatches[0], count, temperature)
+        own = _scores(runtime, model, microbatches[0], count, temperature)
+        return TokenScores(*(each[rows] for each in own.each()))
     with torch.no_grad():
         runtime.run_step(model, microbatches, Objective(keep), backward=False)
     parts = [kept[index].each() for index in sorted(kept)]
-    joined = dict(enumerate(torch.cat(each) for each in zip(*parts, strict=True)))
+    joined = dict(enumerate(torch.cat(each)[rows] for each in zip(*parts, strict=True)))
     return TokenScores(*from_last_stage(runtime, [joined])[0].values())
 
 

@@ -44,6 +44,7 @@ _SAID = {
     "num_items_in_batch",
     "return_dict",
     "labels",
+    "shift_labels",
     "logits_to_keep",
     "output_attentions",
     "output_router_logits",

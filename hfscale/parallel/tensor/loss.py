@@ -400,7 +400,7 @@ def _rows_of(head: nn.Module, lazy: LazyLogits) -> HeadRows:
     """
     needed = lazy.hidden.requires_grad
     # Listed in each pass, because FSDP2 replaces parameters between steps.
-    parameters = list(head.parameters())
+    parameters = _read_parameters(head)
     by_hand = (
         getattr(inspect.unwrap(lazy.head), "__func__", None) is nn.Linear.forward
         and all(
@@ -411,6 +411,20 @@ def _rows_of(head: nn.Module, lazy: LazyLogits) -> HeadRows:
     if by_hand:
         return LinearRows(head.weight, head.bias, lazy.finish, lazy.reusable, needed)  # type: ignore[arg-type]
     return AnyRows(lazy.head, [p for p in parameters if p.requires_grad], lazy.finish, needed)
+
+
+def _read_parameters(head: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that the head reads: not those of copies that PEFT keeps for adapters that are not active
+    (``modules_to_save``), which would get gradients of zeros, and decay.
+    """
+    copies: Any = getattr(head, "modules_to_save", {})
+    unread = {
+        id(parameter)
+        for name, copy in copies.items()
+        if name not in head.active_adapters  # type: ignore[operator]
+        for parameter in copy.parameters()
+    }
+    return [parameter for parameter in head.parameters() if id(parameter) not in unread]
 
 
 def install_loss(runtime: Runtime, regions: "Sequence[SequenceRegion]") -> VocabParallelLoss | None:

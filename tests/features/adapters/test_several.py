@@ -190,6 +190,28 @@ def test_a_life_of_two(pools: Pools, start: str, tmp_path: Path, kind: str, layo
             torch.testing.assert_close(mine[key], value, rtol=1e-6, atol=1e-9, msg=key)
 
 
+def _copies_with_gradients(start: str, sizes: dict[str, Any]) -> set[str]:
+    """``load_adapter(is_trainable=True)`` leaves copies trainable, whichever adapter is active."""
+    base = hfscale.from_pretrained(start, parallel=ParallelConfig(**sizes))
+    for_both = _lora(["q_proj"], modules_to_save=["lm_head"])
+    model = hfscale.get_peft_model(base, copy.deepcopy(for_both), "a")
+    model.add_adapter("b", copy.deepcopy(for_both))
+    copies = {
+        name.split(".")[-2]: parameter
+        for name, parameter in model.named_parameters()
+        if "modules_to_save" in name
+    }
+    copies["b"].requires_grad_(True)
+    ignored = {**BATCH, "labels": torch.full_like(IDS, -100)}
+    hfscale.train_step(model, [BATCH, ignored])
+    return {name for name, parameter in copies.items() if parameter.grad is not None}
+
+
+def test_a_copy_of_the_head_that_no_pass_reads_gets_no_gradient(pools: Pools, start: str) -> None:
+    """A gradient of zeros would let it decay."""
+    assert pools(2).run(_copies_with_gradients, start, {"tp_size": 2}) == [{"a"}, {"a"}]
+
+
 def _refused(start: str) -> list[str]:
     model = hfscale.from_pretrained(start, parallel=ParallelConfig(tp_size=2))
     model = hfscale.get_peft_model(model, _lora(["q_proj"]))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 import hfscale
@@ -375,6 +376,23 @@ def test_rotary_embeddings_that_look_at_the_length(pools: Pools, method: str) ->
 def test_recomputed_and_frozen(pools: Pools) -> None:
     case = Case(tiny("llama"), checkpointing=True, frozen=("layers.0", "embed"), lengths=ODD)
     equal(pools, case, cp_size=2)
+
+
+class ShiftedByCaller(Case):
+    def layout_step(self, model: Any, microbatches: list[dict[str, Tensor]]) -> Tensor:
+        shifted = [functional.pad(each["labels"], (0, 1), value=-100) for each in microbatches]
+        return hfscale.train_step(
+            model,
+            [
+                {**each, "shift_labels": labels[:, 1:]}
+                for each, labels in zip(microbatches, shifted, strict=True)
+            ],
+        )
+
+
+def test_labels_that_the_caller_shifts(pools: Pools) -> None:
+    """Models pass them on to every attention call, which ignores them."""
+    equal(pools, ShiftedByCaller(tiny("llama"), lengths=ODD), cp_size=2)
 
 
 @pytest.mark.daily("ring")

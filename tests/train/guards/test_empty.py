@@ -7,10 +7,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    MixtralConfig,
+)
 
 import hfscale
 from hfscale import ParallelConfig
+from hfscale.extras.pictures.picture_configs import with_pictures
+from hfscale.models.clone import tiny_clone
+from hfscale.models.precision import keep_float64, make_float64
 from hfscale.testing import RankPool
 from hfscale.train.runtime import runtime_of
 from hfscale.train.runtime.shards import local_tensor
@@ -90,6 +98,82 @@ def test_its_share_is_zero(
         torch.testing.assert_close(own_loss, loss, rtol=1e-6, atol=0.0)
         torch.testing.assert_close(own_norm, norm, rtol=1e-5, atol=0.0)
         assert max(apart.values()) < 1e-5
+
+
+def _mask(rows: int) -> dict[str, Tensor]:
+    whole = torch.ones(9, 9, dtype=torch.bool).tril()
+    return {"attention_mask": whole.expand(rows, 1, 9, 9)}
+
+
+ARGUMENTS: dict[str, tuple[str, Callable[[int], dict[str, Tensor]]]] = {
+    "a mask of four dims": ("llama", _mask),
+    # a family whose rows cannot hold several examples, which positions of zeros would be
+    "positions": (
+        "recurrent_gemma",
+        lambda rows: {"position_ids": torch.arange(9).expand(rows, 9)},
+    ),
+    "positions of three axes": (
+        "qwen2_vl",
+        lambda rows: {"position_ids": torch.arange(9).expand(3, rows, 9)},
+    ),
+    "pictures": (
+        "llava_next",
+        lambda rows: (
+            {}
+            if rows
+            else {
+                "pixel_values": torch.zeros(0, 5, 3, 16, 16, dtype=torch.float64),
+                "image_sizes": torch.zeros(0, 2, dtype=torch.int64),
+            }
+        ),
+    ),
+}
+
+
+def _loss_and_norm(kind: str, layout: dict[str, int]) -> tuple[Tensor, Tensor]:
+    family, arguments = ARGUMENTS[kind]
+    shows = family in ("qwen2_vl", "llava_next")
+    config = with_pictures(family) if shows else tiny_clone(AutoConfig.for_model(family))
+    parallel = ParallelConfig(**layout)
+    kind_of_class: Any = AutoModelForImageTextToText if shows else AutoModelForCausalLM
+    with make_float64():
+        model = hfscale.from_config(
+            config, auto_class=kind_of_class, parallel=parallel, dtype=torch.float64, seed=0
+        )
+    model.train()
+    rows = 0 if hfscale.batch_rank(model) else 4
+    with keep_float64():
+        loss = hfscale.train_step(model, {**batch(rows), **arguments(rows)})
+    return loss, hfscale.clip_grad_norm_(model, 1.0)
+
+
+@pytest.mark.daily("pictures")
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_arguments_of_no_rows(pools: Pools, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each argument is filled with what the model takes for padding: not a mask of two heads, one example for each
+    token, axes of other rows, or a picture that no token stands for.
+    """
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    expected = _loss_and_norm(kind, {})
+    for found in pools(2).run(_loss_and_norm, kind, {"dp_replicate_size": 2}):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=0.0)
+
+
+def _outputs(layout: dict[str, Any]) -> list[tuple[int, ...]]:
+    model = hfscale.from_config(tiny("llama"), parallel=ParallelConfig(**layout), seed=0)
+    whole, empty = batch(4), batch(0)
+    alone = hfscale.eval_step(model, empty, return_outputs=True)[1]
+    both = hfscale.eval_step(model, [whole, empty], return_outputs=True)[1]
+    scores = hfscale.token_scores(model, empty)
+    return [tuple(each.shape) for each in (alone.logits, both[0].logits, both[1].logits)] + [
+        tuple(scores.log_probs.shape)
+    ]
+
+
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"pp_size": 2, "pipeline_schedule": "gpipe"}])
+def test_no_row_has_no_outputs(pools: Pools, layout: dict[str, Any]) -> None:
+    for shapes in pools(2).run(_outputs, layout):
+        assert shapes == [(0, 9, 67), (4, 9, 67), (0, 9, 67), (0, 9)]
 
 
 def _uneven(layout: dict[str, Any], counts: dict[int, int]) -> str:
