@@ -1,6 +1,6 @@
 #!/bin/sh
-# One would expect: an adapter of linear layers treats each token by itself, so that a causal model stays causal, and a row
-# has the same logits alone and in a batch, and with a cache and without.
+# One would expect: an adapter of linear layers treats each token by itself, so that a causal model stays causal, and a
+# row has the same logits alone and in a batch, and with a cache and without.
 # What happens: Lily weights its experts by their mean probability over all tokens of all rows of a pass. Each token's
 # logits depend on later tokens, on the other rows and on padding, masked or not: training reads the tokens that it
 # predicts, and generation, which has no later tokens, and with a cache only the newest, computes another model. PEFT

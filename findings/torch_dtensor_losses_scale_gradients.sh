@@ -1,11 +1,12 @@
 #!/bin/sh
-# One would expect: a loss of DTensors whose rows are sharded over processes has the gradients of the whole batch, as the
-# same arithmetic written out does.
-# What happens: mse_loss, smooth_l1_loss, huber_loss, binary_cross_entropy and soft_margin_loss with reduction="mean" have
-# the right value, and the right gradients times the number of processes, since their backward divides by the elements of
-# one process. Nothing says so, and the same mean written out, l1_loss and binary_cross_entropy_with_logits are right.
-# Where rows do not divide evenly, the rows of each process have another factor, and the value is wrong too (also that of
-# binary_cross_entropy_with_logits): NaN if a process has no rows, as with 9 over four. A mean written out is right.
+# One would expect: a loss of DTensors whose rows are sharded over processes has the gradients of the whole batch, as
+# the same arithmetic written out does.
+# What happens: mse_loss, smooth_l1_loss, huber_loss, binary_cross_entropy and soft_margin_loss with reduction="mean"
+# have the right value, and the right gradients times the number of processes, since their backward divides by the
+# elements of one process. Nothing says so, and the same mean written out, l1_loss and binary_cross_entropy_with_logits
+# are right. Where rows do not divide evenly, the rows of each process have another factor, and the value is wrong too
+# (also that of binary_cross_entropy_with_logits): NaN if a process has no rows, as with 9 over four. A mean written out
+# is right.
 # Versions: torch 2.15.0, the same with 2.14.1; CPU, two and four processes over gloo, float64.
 # Seen: value and gradient of one replicated weight, divided by those of plain tensors.
 # PYTHON=... uses an environment that has this package; otherwise it is installed in a temporary one.

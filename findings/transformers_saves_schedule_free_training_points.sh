@@ -1,9 +1,9 @@
 #!/bin/sh
-# One would expect: a Trainer with optim="schedule_free_adamw", whose optimizer it switches to evaluation for evaluate(),
-# saves the weights that it evaluates: the average, which is the model that schedule-free training is for.
-# What happens: only an evaluation switches, and nothing does before a save. A checkpoint has the averaged weights if the
-# Trainer happened to evaluate at that step; otherwise it has the points at which gradients are taken, which stay in the
-# model after train() as well. evaluate() then changes the weights, so save_model() writes other weights after it.
+# One would expect: a Trainer with optim="schedule_free_adamw", whose optimizer it switches to evaluation for
+# evaluate(), saves the weights that it evaluates: the average, which is the model that schedule-free training is for.
+# What happens: only an evaluation switches, and nothing does before a save. A checkpoint has the averaged weights if
+# the Trainer happened to evaluate at that step; otherwise it has the points at which gradients are taken, which stay in
+# the model after train() as well. evaluate() then changes the weights, so save_model() writes other weights after it.
 # Versions: torch 2.14.1, transformers 5.24.0, accelerate 1.15.0, schedulefree 1.4.1; CPU.
 # Seen: which weights the files have, and the loss that the Trainer tells beside that of its own checkpoint.
 # PYTHON=... uses an environment that has these packages; otherwise they are installed in a temporary one.
