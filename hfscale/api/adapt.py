@@ -187,12 +187,12 @@ def merge_and_unload(
         the stock model.
 
     Raises:
-        ConfigError: the model has no adapters, only one of two tied weights has an adapter, or weights are quantized
-            and no ``dtype`` is given.
+        ConfigError: the model has no adapters, only one of two tied weights has an adapter, adapted layers are replicas
+            of each other, or weights are quantized and no ``dtype`` is given.
     """
     runtime = runtime_of(model)
     if (stock := by_peft.found_around(runtime, model)) is not None:
-        return stock.merge_and_unload(adapter_names=adapter_names)
+        return by_peft.merged(stock, adapter_names)
     adapters = runtime.adapters
     if not isinstance(adapters, Adapters):
         raise ConfigError(

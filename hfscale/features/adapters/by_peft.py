@@ -4,6 +4,7 @@ In one process nothing is sharded, so PEFT wraps, saves and merges like with a s
 parameters to the plan (:mod:`hfscale.train.runtime.latecomers`).
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from ..._compat.transformers.classes import is_adapted_by_host
+from ...errors import ConfigError
 from ...train.runtime import Runtime, runtime_of
 from .prompts import check_prefix
 
@@ -60,6 +62,31 @@ def found_around(runtime: Runtime, *known: Any) -> Any:
             if isinstance(module, PeftModel):
                 return module
     return None
+
+
+def merged(peft_model: Any, adapter_names: Sequence[str] | None) -> Any:
+    """Return the stock model, with adapters merged by PEFT itself.
+
+    Raises:
+        ConfigError: adapted layers are replicas of each other (``layer_replication``): each has its own adapter, but
+            they share the weights. PEFT would add all of these adapters to them, without a warning.
+    """
+    replicated = any(
+        getattr(config, "layer_replication", None) for config in peft_model.peft_config.values()
+    )
+    adapted = [each.get_base_layer() for each in peft_model.modules() if hasattr(each, "lora_A")]
+    weights = [
+        id(weight)
+        for module in {id(each): each for each in adapted}.values()
+        for weight in module.parameters(recurse=False)
+    ]
+    if replicated and len(set(weights)) < len(weights):
+        raise ConfigError(
+            "adapters to merge must be of weights that only one layer has, got replicas of layers "
+            "(layer_replication), which share weights: save the adapter without merging, with "
+            "hfscale.save_pretrained"
+        )
+    return peft_model.merge_and_unload(adapter_names=adapter_names)
 
 
 def save(runtime: Runtime, model: nn.Module, target: Path) -> bool:

@@ -157,6 +157,18 @@ def test_a_second_adapter_and_all_that_pefts_model_does(tmp_path: Path) -> None:
     assert not torch.allclose(plain, adapted)
 
 
+def test_replicas_of_layers_are_not_merged_into_the_weights_they_share() -> None:
+    """PEFT merges the adapter of each replica into the shared weights, which changes what the model computes."""
+    model = built("replicated", "get_peft_model")
+    with pytest.raises(ConfigError, match="got replicas of layers"):
+        hfscale.merge_and_unload(model)
+    once = peft.LoraConfig(r=4, layer_replication=[(0, 1), (1, 2)], **TARGETS)
+    model = hfscale.get_peft_model(hfscale.parallelize(stock()), once).eval()
+    adapted = model(input_ids=IDS).logits
+    merged = hfscale.merge_and_unload(model)
+    torch.testing.assert_close(merged(input_ids=IDS).logits, adapted, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("end", ["unload", "merge_and_unload"])
 def test_the_model_without_its_adapters_is_whole_again(tmp_path: Path, end: str) -> None:
     model = built("lora", "get_peft_model")
