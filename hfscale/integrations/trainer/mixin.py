@@ -387,27 +387,26 @@ class TrainerMixin(Checkpoints, DataHooks):
     ) -> tuple[Tensor | None, Any, Any]:
         """Evaluate one batch like Trainer, without the rows that pad data ranks' batches."""
         stock = trainer.evaluated_with_logits(self, super().prediction_step)
-        if evaluation.generates(self) and not prediction_loss_only:
+        loss_only = prediction_loss_only
+        if evaluation.generates(self) and not loss_only:
             loss = self.prediction_step(model, inputs, True, ignore_keys)[0]
             return evaluation.generated_step(self, inputs, loss, ignore_keys, stock, generates)
+
+        def step(batch: Any, loss_only: bool) -> tuple[Tensor | None, Any, Any]:
+            return stock(model, batch, loss_only, ignore_keys)
+
         if self._scores_tokens and "labels" in inputs:
-            return evaluation.scored_step(
-                self, model, inputs, prediction_loss_only, ignore_keys, stock
-            )
-        if not self.knows_loss:
-            known = self.accelerator.examples_of(inputs)
-            mapped = isinstance(inputs, Mapping)
-            if is_trl(type(self)):
-                if known is not None and prediction_loss_only and mapped:
-                    return evaluation.counted_step(self, model, inputs, known, ignore_keys, stock)
-            elif mapped and self.accelerator.num_processes > 1:
-                return evaluation.unknown_step(
-                    self, model, inputs, known, prediction_loss_only, ignore_keys, stock
-                )
-            return stock(model, inputs, prediction_loss_only, ignore_keys)
-        return evaluation.prediction_step(
-            self, model, inputs, prediction_loss_only, ignore_keys, stock
-        )
+            return evaluation.scored_step(self, inputs, loss_only, step)
+        if self.knows_loss:
+            return evaluation.prediction_step(self, model, inputs, loss_only, step)
+        known = self.accelerator.examples_of(inputs)
+        mapped = isinstance(inputs, Mapping)
+        if is_trl(type(self)):
+            if known is not None and loss_only and mapped:
+                return evaluation.counted_step(self, inputs, known, step)
+        elif mapped and self.accelerator.num_processes > 1:
+            return evaluation.unknown_step(self, inputs, known, loss_only, step)
+        return step(inputs, loss_only)
 
     def around_inputs(self) -> AbstractContextManager[None]:
         """Return a context for Trainer's preparation of a batch: if a trainer gathers rewards during the preparation,
