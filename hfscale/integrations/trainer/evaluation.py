@@ -31,6 +31,7 @@ from ...train.step import eval_step
 from .items_in_batch import evaluated_as_trained
 from .trainer_batches import (
     Batch,
+    blank_batches,
     first_examples,
     first_of_chunks,
     first_rows,
@@ -191,9 +192,8 @@ def _by_steps(
 def _least_rows(executor: Executor, rows: int) -> int:
     """Return the smallest number of rows, at least ``rows``, that the schedule can split into microbatches."""
     for more in range(_MOST_ADDED):
-        row = torch.zeros(rows + more, 2, dtype=torch.int64)
         try:
-            executor.share_out([{"input_ids": row, "labels": row}])
+            executor.share_out(blank_batches(rows + more))
         except ConfigError:
             continue
         return rows + more

@@ -128,13 +128,18 @@ def pieces(
     This is for losses that ignore no label, where padding rows would count: 3 rows in 4 microbatches become 1 + 1 + 1 +
     0. Run these microbatches inside ``executor.uncut()``.
     """
-    row = torch.zeros(rows, 2, dtype=torch.int64)
-    parts = len(executor.share_out([{"input_ids": row, "labels": row}] * count)) // count
+    parts = len(executor.share_out(blank_batches(rows, count))) // count
     given = [
         *batches,
         *[first_rows(batches[-1], rows_of(batches[-1]), 0)] * (count - len(batches)),
     ]
     return [_cut(batch, rows_of(batch), parts) for batch in given]
+
+
+def blank_batches(rows: int, count: int = 1) -> list[Batch]:
+    """Return ``count`` batches of ``rows`` rows, to find out how an executor splits such batches."""
+    row = torch.zeros(rows, 2, dtype=torch.int64)
+    return [{"input_ids": row, "labels": row}] * count
 
 
 def _cut(batch: Batch, rows: int, parts: int) -> list[Batch]:
