@@ -94,14 +94,11 @@ class Accelerator(accelerate.Accelerator):
         # Otherwise, Accelerate would rendezvous with the ranks of an earlier start.
         if met_before() and not dist.is_initialized():
             asked = (
-                handler
+                handler.timeout
                 for handler in kwargs.get("kwargs_handlers") or ()
-                if isinstance(handler, InitProcessGroupKwargs)
+                if isinstance(handler, InitProcessGroupKwargs) and handler.timeout
             )
-            start(
-                own_device(),
-                next((handler.timeout for handler in asked if handler.timeout), TIMEOUT),
-            )
+            start(own_device(), next(asked, TIMEOUT))
         self._prepared = Prepared()
         with without_launcher_switches():
             super().__init__(**kwargs)
