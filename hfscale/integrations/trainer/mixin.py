@@ -291,7 +291,7 @@ class TrainerMixin(Checkpoints, DataHooks):
         """
         # The data ended within a step: stock Trainer adds these gradients to the next step's gradients.
         if self._waiting:
-            self._carried = self._run_step(self._items)
+            self._carried = self._run_waiting(self._items)
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         drops = self.uses_train_step
         stream = isinstance(self.train_dataset, IterableDataset)
@@ -329,15 +329,18 @@ class TrainerMixin(Checkpoints, DataHooks):
         loss = self._carried
         self._carried = 0.0
         if self.accelerator.sync_gradients:
-            loss = loss + self._run_step(num_items_in_batch)
+            loss = loss + self._run_waiting(num_items_in_batch)
         else:
             self._items = num_items_in_batch
         return torch.as_tensor(loss, dtype=torch.float32, device=self.args.device)
 
-    def _run_step(self, num_items_in_batch: Any) -> Tensor:
-        """Run forward and backward passes over the collected microbatches."""
+    def _run_waiting(self, num_items_in_batch: Any) -> Tensor:
         batches = self._waiting
         self._waiting = []
+        return self.run_microbatches(batches, num_items_in_batch)
+
+    def run_microbatches(self, batches: list[Any], num_items_in_batch: Any) -> Tensor:
+        """Run forward and backward passes over the microbatches of a step; return the step's loss."""
         args = self.args
         model = self.model
         staged = self.runtime.plan.stages is not None
