@@ -129,7 +129,7 @@ class RecipeTrainer(hfscale.Trainer):
 
     def run_microbatches(self, batches: list[Any], num_items_in_batch: Any) -> Tensor:
         """Run a step with the loss of the recipe's task, or with the model's own."""
-        return hfscale.train_step(self.model, batches, self._task.loss, teacher=self._teacher)
+        return hfscale.train_step(self.trained, batches, self._task.loss, teacher=self._teacher)
 
     def measured(self, model: Any) -> tuple[float, float | None]:
         """Return the mean validation loss of a model, and its accuracy if the task has right answers. Steps have the
