@@ -389,7 +389,7 @@ class TrainerMixin(Checkpoints, DataHooks):
         **generates: Any,
     ) -> tuple[Tensor | None, Any, Any]:
         """Evaluate one batch like Trainer, without the rows that pad data ranks' batches."""
-        stock = trainer.evaluated_with_logits(self, super().prediction_step)
+        stock = super().prediction_step
         loss_only = prediction_loss_only
         if evaluation.generates(self) and not loss_only:
             loss = self.prediction_step(model, inputs, True, ignore_keys)[0]
