@@ -326,7 +326,7 @@ def test_parallelized_twice(model: Any) -> None:
 
 
 def test_an_unknown_precision(saved: str, model: Any) -> None:
-    words = ("mixed_precision='fp4' is unknown", "use no, bf16")
+    words = ("mixed_precision='fp4' is unknown", "use one of no, bf16")
     _says(ConfigError, lambda: hfscale.from_pretrained(saved, mixed_precision="fp4"), *words)
     _says(ConfigError, lambda: hfscale.parallelize(model, mixed_precision="fp4"), *words)
 

@@ -6,11 +6,10 @@ Read and run with Accelerate 1.15.
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate import accelerator as host
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, get_sampler
 from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
@@ -19,7 +18,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 
 from ..errors import CheckpointError, ConfigError
-from .replaced import attribute_replaced
 
 _BATCHES = "batches_of_a_step"
 
@@ -30,15 +28,15 @@ class BatchScheduler(AcceleratedScheduler):
     that follows a metric is stepped once for each value of the metric.
     """
 
-    def __init__(
-        self,
-        scheduler: Any,
-        optimizers: list[Any],
-        batches: Callable[[], int],
-        follows: bool,
-    ) -> None:
-        super().__init__(scheduler, optimizers, follows, split_batches=True)  # one step per call
-        self._batches = batches
+    _batches: Callable[[], int]
+
+    @classmethod
+    def of(cls, prepared: Any, batches: Callable[[], int]) -> Any:
+        """Return ``prepared``, a schedule that Accelerate has prepared, after it has become one of this class."""
+        prepared.__class__ = cls
+        prepared.split_batches = True  # one step per call
+        prepared._batches = batches
+        return prepared
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step like Accelerate's schedule. A schedule of a fixed length (one cycle) is not stepped beyond its end."""
@@ -175,17 +173,6 @@ def load_hooks(accelerator: Any) -> list[Callable[..., Any]]:
     state is loaded, with the models and the directory.
     """
     return list(accelerator._load_model_state_pre_hook.values())
-
-
-def schedulers_made_by(make: Callable[[Any, Any], BatchScheduler]) -> AbstractContextManager[None]:
-    """Let Accelerate prepare schedules by ``make(scheduler, optimizers of the scheduler)`` inside the
-    ``with`` block.
-    """
-
-    def made(scheduler: Any, optimizers: Any, **_: Any) -> BatchScheduler:
-        return make(scheduler, optimizers if isinstance(optimizers, list) else [optimizers])
-
-    return attribute_replaced(host, "AcceleratedScheduler", made)
 
 
 def list_model(accelerator: Any, model: nn.Module) -> None:

@@ -47,8 +47,6 @@ def multiplies_values(x: Tensor) -> bool:
     """Return whether bitsandbytes multiplies ``x [..., in]`` by a 4-bit weight with ``dequantize_4bit`` and torch's
     own product. If so, a product computed by hfscale with dequantized values is equal bit for bit.
     """
-    if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
-        return True  # before 0.50
     rows = x.numel() // max(1, x.shape[-1])
     return x.device.type == "cpu" or (x.device.type == ACCELERATOR and rows > _MOST_FUSED_ROWS)
 

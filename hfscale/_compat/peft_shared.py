@@ -6,7 +6,7 @@ of all modules that it wraps.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,11 +50,12 @@ def fixed_values_stay(config: Any) -> Iterator[None]:
             value = before.to(value.dtype)
         set_item(held, key, value)
 
-    with ExitStack() as stack:
-        stack.enter_context(attribute_replaced(BufferDict, "__setitem__", keep))
+    with (
+        attribute_replaced(BufferDict, "__setitem__", keep),
         # PEFT also calls ``to`` of holders whose name contains the method's prefix.
-        stack.enter_context(attribute_replaced(BufferDict, "to", lambda held, *_: held))
-        stack.enter_context(_scales_stay() if method == _WITH_TABLES else _sizes_of_none(config))
+        attribute_replaced(BufferDict, "to", lambda held, *_: held),
+        _scales_stay() if method == _WITH_TABLES else _sizes_of_none(config),
+    ):
         yield
 
 

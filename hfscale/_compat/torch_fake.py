@@ -7,7 +7,7 @@ weights that were not loaded, is left out.
 
 import importlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -269,11 +269,9 @@ def autocast_on_meta(like: str) -> Iterator[dict[int, StorageWeakRef]]:
             active[-1] if kind == "meta" and active else chosen("cpu" if kind == "meta" else kind)
         )
 
-    with ExitStack() as stack:
-        for name, value in (
-            ("autocast", of),
-            ("is_autocast_enabled", is_enabled),
-            ("get_autocast_dtype", dtype_of),
-        ):
-            stack.enter_context(attribute_replaced(torch, name, value))
+    with (
+        attribute_replaced(torch, "autocast", of),
+        attribute_replaced(torch, "is_autocast_enabled", is_enabled),
+        attribute_replaced(torch, "get_autocast_dtype", dtype_of),
+    ):
         yield copies

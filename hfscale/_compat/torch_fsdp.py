@@ -127,6 +127,12 @@ def _sharded_groups(model: nn.Module, inner: bool = True) -> Iterator[tuple[str,
             yield from ((name, group) for group in _groups(_state_of(module)))
 
 
+def _managed(model: nn.Module, inner: bool = True) -> Iterator[Any]:
+    """Yield FSDP2's objects of all parameters in the groups of :func:`_sharded_groups`."""
+    for _, group in _sharded_groups(model, inner):
+        yield from group.fsdp_params
+
+
 def _states(model: nn.Module) -> list[Any]:
     """Return the ``FSDPState`` objects of all modules in ``model`` that FSDP2 wraps, outer modules first."""
     return [_state_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
@@ -213,7 +219,7 @@ def forget_iteration(model: nn.Module) -> None:
     before torch 2.15 it keeps unreduced gradients, since 2.15 it drops reduced gradients, and torch 2.13 lacks it.
     """
     root: Any = model
-    parameters = [held for _, group in _sharded_groups(model) for held in group.fsdp_params]
+    parameters = list(_managed(model))
     reduced = [held.sharded_param.grad for held in parameters]
     for held in parameters:
         if hasattr(held, "unsharded_param"):
@@ -272,12 +278,7 @@ def add_up_gradients(model: nn.Module) -> None:
     """
     if not hasattr(FSDPParam, "to_accumulated_grad_if_needed"):
         return
-    for parameter in (
-        managed
-        for state in _states(model)
-        for group in _groups(state)
-        for managed in group.fsdp_params
-    ):
+    for parameter in _managed(model):
         parameter.accumulate_unsharded_grad_if_needed()
         parameter.to_accumulated_grad_if_needed()
 
@@ -322,9 +323,7 @@ def managed_places(model: nn.Module, inner: bool = True) -> Iterator[ManagedPlac
     """Yield every module attribute that holds a parameter sharded by FSDP2; a tied parameter has several. Without
     ``inner``, yield only those of parameters that the wrapper of ``model`` itself shards.
     """
-    for parameter in (
-        managed for _, group in _sharded_groups(model, inner) for managed in group.fsdp_params
-    ):
+    for parameter in _managed(model, inner):
         place = parameter._module_info
         names = [(place.module, place.param_name)]
         names += zip(place.shared_modules, place.shared_param_names, strict=True)
@@ -424,9 +423,7 @@ def gather_encoded(model: nn.Module, encodings: Mapping[nn.Module, Any]) -> None
     """All-gather the weight of each module in ``encodings`` as bytes, encoded and decoded by the module's encoding.
     Call it before the first forward pass.
     """
-    for parameter in (
-        managed for _, group in _sharded_groups(model) for managed in group.fsdp_params
-    ):
+    for parameter in _managed(model):
         info = parameter._module_info
         if info.module in encodings and info.param_name == "weight":
             parameter.__class__ = _Encoded

@@ -57,8 +57,8 @@ def convert_state(
     alone = Mesh(ParallelConfig(), torch.device("cpu"), dict.fromkeys(AXES, 0))
     with all_or_none(alone, f"{source} could not be read"):
         directory = find_whole(source, alone, verify=True)
-    index = StateIndex.read(directory)
-    reader = StateReader(directory, index)
+    reader = StateReader(directory)
+    index = reader.index
     missing = [name for name, key in index.stored.items() if key not in index.tensors]
     if missing:
         raise CheckpointError(
@@ -68,15 +68,13 @@ def convert_state(
         )
     with atomic_directory(target, stale=REPLACED) as staging:
         if index.adapter:
-            _write_adapters(directory, reader, staging.path)
+            _write_adapters(reader, staging.path)
         else:
-            _write_model(
-                directory, reader, staging.path, max_shard_size, trust_remote_code, quantization
-            )
+            _write_model(reader, staging.path, max_shard_size, trust_remote_code, quantization)
     return index
 
 
-def _write_adapters(directory: Path, reader: StateReader, target: Path) -> None:
+def _write_adapters(reader: StateReader, target: Path) -> None:
     """Write each adapter of a state to the place where the model would write it: the adapter ``default``, or a single
     adapter, to ``target`` itself, and further adapters to directories of their names.
     """
@@ -87,12 +85,12 @@ def _write_adapters(directory: Path, reader: StateReader, target: Path) -> None:
     for place, keys in places.items():
         below = target / place
         below.mkdir(exist_ok=True)
-        shutil.copyfile(directory / config_in_state(place), below / ADAPTER_CONFIG)
+        shutil.copyfile(reader.directory / config_in_state(place), below / ADAPTER_CONFIG)
         config, _ = read_config(str(below))
         tensors = {name: reader.whole(key) for name, key in keys.items()}
         written = written_by_peft(config, tensors)
         save_file(written, below / WEIGHTS, metadata={"format": "pt"})
-    _tell_of_others(directory, reader.index)
+    _tell_of_others(reader.directory, reader.index)
 
 
 def _tell_of_others(directory: Path, index: StateIndex) -> None:
@@ -117,13 +115,13 @@ def _tell_of_others(directory: Path, index: StateIndex) -> None:
 
 
 def _write_model(
-    directory: Path,
     reader: StateReader,
     target: Path,
     size: str | int,
     trusted: bool,
     quantization: str | None,
 ) -> None:
+    directory = reader.directory
     tensors = reader.index.tensors
     stored = reader.index.stored
     try:
@@ -210,9 +208,9 @@ def _problems(state: Path, verify: bool) -> list[str]:
 def _state(directory: Path, verify: bool) -> tuple[list[str], list[str]]:
     problems = _problems(directory, verify)
     try:
-        index = StateIndex.read(directory)
+        reader = StateReader(directory)
+        index = reader.index
         # bytes of full tensors, by kind
-        reader = StateReader(directory, index)
         sizes = Counter[str]()
         for key, tensor in index.tensors.items():
             sizes[key.partition("/")[0]] += prod(tensor.shape) * reader.dtype(key).itemsize

@@ -251,11 +251,11 @@ def _taken(
     """Return this rank's shard of a full state tensor, sharded like its parameter or by the rules of hfscale's
     optimizers.
     """
+    plain = bool(getattr(optimizer, "keeps_plain_state", False))
     if isinstance(value, TensorOnDisk):
         if value.shape != planned.shape:
             return value[...]
         value = ShareOnDisk(value, planned.cuts, ranks)[...]
-        plain = bool(getattr(optimizer, "keeps_plain_state", False))
         return value if plain else like_sharded(value, parameter)
     if not isinstance(value, Tensor):
         return value
@@ -263,7 +263,6 @@ def _taken(
         value.ndim == 0
     ):  # copy a step count: the optimizer increments it in place, and several parameters may share the tensor
         return value.clone()
-    plain = bool(getattr(optimizer, "keeps_plain_state", False))
     if tuple(value.shape) == tuple(planned.shape):
         share = planned.take(value, ranks).clone()
         return share if plain else like_sharded(share, parameter)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat.torch import TorchDispatchMode, schema_of, storage_key
+from .._compat.torch import TorchDispatchMode, schema_of, storage_key, written_by
 from .._compat.transformers.loading import initializations, is_loaded, mark_loaded
 from ..errors import CheckpointError
 from ..plan import ParameterPlan
@@ -122,27 +122,14 @@ class _StandIns(TorchDispatchMode):
         kwargs: Any = None,
     ) -> Any:
         kwargs = kwargs or {}
-        schema = schema_of(func)
-        if not schema.is_mutable:
-            return func(*args, **kwargs)
-        targets: list[Tensor] = []
-        for index, argument in enumerate(schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[index] if index < len(args) else kwargs.get(argument.name)
-                targets += (
-                    value
-                    if isinstance(value, list | tuple)
-                    else [value]
-                    if value is not None
-                    else []
-                )
+        targets = written_by(func, args, kwargs)
         written = {
             self._names[key] for target in targets if (key := storage_key(target)) in self._names
         }
         if not written:
             return func(*args, **kwargs)
         self._written |= written
-        returned = len(schema.returns)
+        returned = len(schema_of(func).returns)
         return None if returned == 0 else targets[0] if returned == 1 else tuple(targets[:returned])
 
 

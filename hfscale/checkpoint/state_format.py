@@ -229,11 +229,13 @@ def rest_name(rank: int) -> str:
 
 
 class StateReader:
-    """Read the tensors of one saved state, by their keys in its index."""
+    """Read the index of one saved state, and its tensors by their keys in the index. Raise :class:`CheckpointError` if
+    the index is missing or damaged.
+    """
 
-    def __init__(self, directory: Path, index: StateIndex) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.index = index
+        self.index = StateIndex.read(directory)
         self._file = lru_cache(_OPEN_FILES)(
             lambda rank: SafetensorsFile(directory / weights_name(rank)).slices()
         )

@@ -89,8 +89,8 @@ class _Found:
         self.runtime = runtime
         self.mesh = runtime.mesh
         self.directory = directory
-        self.index = StateIndex.read(directory)
-        self.reader = StateReader(directory, self.index)
+        self.reader = StateReader(directory)
+        self.index = self.reader.index
         own = StateIndex.of_layout(self.mesh.layout, runtime.plan)
         self.alike = (self.index.sizes, self.index.layers) == (own.sizes, own.layers)
         self.parameters = {

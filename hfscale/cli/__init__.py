@@ -54,9 +54,11 @@ _COUNTS = (
     "gpus_per_node",
 )
 _TOKENS = ("sequence_length", "tokens", "tokens_per_step", "its_tokens_per_step")
-_BYTES = ("max_memory", "max_shard_size")
-"""Names of the flags that take a size in bytes; :func:`check_early` converts them, and those that take tokens, to
-numbers.
+_AMOUNTS = dict.fromkeys(_TOKENS, tokens_of) | dict.fromkeys(
+    ("max_memory", "max_shard_size"), bytes_of
+)
+"""Map the name of each flag that takes a number of tokens, or a size in bytes, to the function by which
+:func:`check_early` converts it to a number.
 """
 
 
@@ -185,11 +187,9 @@ def check_early(arguments: argparse.Namespace) -> None:
     }
     for name in given.keys() & counts:
         check_count(_flag(name), _number(given[name]))
-    for name in given.keys() & set(_TOKENS):
-        setattr(arguments, name, tokens_of(given[name], _flag(name)))
-    for name in given.keys() & set(_BYTES):
+    for name in given.keys() & _AMOUNTS.keys():
         if isinstance(given[name], str):
-            setattr(arguments, name, bytes_of(given[name], _flag(name)))
+            setattr(arguments, name, _AMOUNTS[name](given[name], _flag(name)))
     if "auto_class" in given and not str(given["auto_class"]).startswith("AutoModel"):
         raise ConfigError(
             f"--auto-class {given['auto_class']} is not one of transformers' Auto classes: use AutoModelForCausalLM"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from accelerate import GradScalerKwargs
 
-from ..errors import ConfigError, check_number, check_switch
+from ..errors import ConfigError, check_choice, check_number, check_switch
 from .float8 import Float8Config
 from .memory import MemoryConfig
 from .parallel import ParallelConfig
@@ -52,13 +52,7 @@ class Options:
                 raise ConfigError(
                     f"{name} must be a hfscale.{kind.__name__}, got {given!r}: pass one, or leave this argument out"
                 )
-        if (
-            not isinstance(self.mixed_precision, str)
-            or self.mixed_precision not in MIXED_PRECISIONS
-        ):
-            raise ConfigError(
-                f"mixed_precision={self.mixed_precision!r} is unknown: use {', '.join(MIXED_PRECISIONS)}"
-            )
+        check_choice("mixed_precision", self.mixed_precision, tuple(MIXED_PRECISIONS))
         self._check_loss_scaling()
         if self.float8 is not None and self.mixed_precision != "fp8":
             raise ConfigError(

@@ -37,14 +37,17 @@ def layout_of(recipe: Recipe) -> "hfscale.ParallelConfig":  # quoted, because th
     return hfscale.fitting_layout([first, *others]) if others and is_launched() else first
 
 
-def launch_options(processes: int, arguments: Sequence[str]) -> list[str]:
-    """Return the command-line arguments with which ``accelerate launch`` runs ``hfscale train`` on one machine.
+def launch_options(processes: int, arguments: Sequence[str], nodes: int = 1) -> list[str]:
+    """Return the command-line arguments with which ``accelerate launch`` runs ``hfscale train``. On several nodes, the
+    arguments that tell nodes apart are left out.
 
-    The main process's port is 0, which means any free port. Options are given even if they have default values, because
-    Accelerate prints a list of the options that are left out.
+    On one node, the main process's port is 0, which means any free port. Options are given even if they have default
+    values, because Accelerate prints a list of the options that are left out.
     """
-    ranks = ["--multi_gpu", "--main_process_port", "0"] if processes > 1 else []
-    options = [*ranks, "--num_processes", str(processes), "--num_machines", "1"]
+    ranks = ["--multi_gpu"] if processes > 1 else []
+    if processes > 1 and nodes == 1:
+        ranks += ["--main_process_port", "0"]
+    options = [*ranks, "--num_processes", str(processes), "--num_machines", str(nodes)]
     return [
         *options,
         "--mixed_precision",
@@ -121,7 +124,7 @@ def job_file(
     gpus = min(processes, gpus_per_node)
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "train"
     nodes = processes // gpus
-    line = partial(_line, launch_options(processes, arguments), nodes)
+    line = partial(_line, launch_options(processes, arguments, nodes), nodes)
     return (
         environment()
         .get_template(KINDS[kind])
@@ -133,11 +136,5 @@ def _line(options: Sequence[str], nodes: int, rank: str, address: str) -> str:
     """Return the shell command that launches a run on one of ``nodes`` nodes. ``rank`` and ``address`` are shell
     expressions for the node's rank and for the address of the first node.
     """
-    if nodes == 1:
-        return f"accelerate launch {shlex.join(options)}"
-    own = options.index("-m")
-    given = [text for text in options[:own] if text != "--main_process_port"]
-    given.remove("0")
-    given[given.index("--num_machines") + 1] = str(nodes)
-    place = f"--machine_rank {rank} --main_process_ip {address} --main_process_port {_PORT}"
-    return f"accelerate launch {shlex.join(given)} {place} {shlex.join(options[own:])}"
+    place = f"--machine_rank {rank} --main_process_ip {address} --main_process_port {_PORT} "
+    return f"accelerate launch {place if nodes > 1 else ''}{shlex.join(options)}"

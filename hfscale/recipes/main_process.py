@@ -4,7 +4,6 @@ error that several ranks raise only once.
 
 import os
 import re
-import resource
 import sys
 import time
 import traceback
@@ -16,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from hfscale import CheckpointError, HFScaleError
 
-from .._compat.torch_device import accelerators
+from .._compat.torch_device import memory_in_use
 from ..distributed.failures import explained, tell_others
 from .schema import RecipeError
 
@@ -67,9 +66,8 @@ def peak_memory() -> int:
     """Return the peak memory, in bytes, of the process that needed most: GPU memory, or resident memory without a GPU.
     Call it on every rank.
     """
-    own = accelerators().max_memory_allocated() if accelerators().is_available() else 0
-    unit = 1 if sys.platform == "darwin" else 1024
-    return int(max(gathered(own or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)))
+    used, _ = memory_in_use()
+    return max(gathered(used))
 
 
 def run(main: Callable[[], None]) -> None:

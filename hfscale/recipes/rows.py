@@ -1,6 +1,6 @@
 """Arrange tokenized examples as rows of a data set, and make a model's forward arguments from these rows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -232,24 +232,14 @@ def packed_rows(examples: Sequence[Example], length: int) -> Columns:
     """Pack examples into rows of at most ``length`` tokens without splitting any. ``position_ids`` restart at each
     example, by which transformers' attention keeps the examples of a row apart.
     """
-    rows = first_fit([len(example.input_ids) for example in examples], length)
+    rows = [
+        [examples[index] for index in row]
+        for row in first_fit([len(example.input_ids) for example in examples], length)
+    ]
     return {
-        "input_ids": [_joined([examples[index].input_ids for index in row]) for row in rows],
-        "labels": [
-            _joined(
-                [
-                    [
-                        IGNORED,
-                        *examples[index].labels[1:],
-                    ]
-                    for index in row
-                ]
-            )
-            for row in rows
-        ],
-        "position_ids": [
-            _joined([range(len(examples[index].input_ids)) for index in row]) for row in rows
-        ],
+        "input_ids": [_joined(example.input_ids for example in row) for row in rows],
+        "labels": [_joined([IGNORED, *example.labels[1:]] for example in row) for row in rows],
+        "position_ids": [_joined(range(len(example.input_ids)) for example in row) for row in rows],
     }
 
 
@@ -257,20 +247,10 @@ def separate_rows(examples: Sequence[Example]) -> Columns:
     """Return columns of rows with one example each, not padded: tokens, labels, and an attention mask of ones."""
     return {
         "input_ids": [_joined([example.input_ids]) for example in examples],
-        "labels": [
-            _joined(
-                [
-                    [
-                        IGNORED,
-                        *example.labels[1:],
-                    ]
-                ]
-            )
-            for example in examples
-        ],
+        "labels": [_joined([[IGNORED, *example.labels[1:]]]) for example in examples],
         "attention_mask": [np.ones(len(example.input_ids), dtype=np.int8) for example in examples],
     }
 
 
-def _joined(pieces: Sequence[Sequence[int]]) -> np.ndarray:
+def _joined(pieces: Iterable[Sequence[int]]) -> np.ndarray:
     return np.concatenate([np.asarray(piece, dtype=np.int32) for piece in pieces])

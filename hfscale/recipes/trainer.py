@@ -80,7 +80,7 @@ class RecipeTrainer(hfscale.Trainer):
         if training.balanced_batches:
             costs = rows.costs(pair_cost(runtime_of(model).plan, model.config))
             self._order = by_cost(self._order, torch.from_numpy(costs), batch_world, self._size)
-        self._waiting_batches, self._resumes = list[Any](), resumes_of(recipe)
+        self._resumes = resumes_of(recipe)
         self.trained: Any = model
         self._memory_before, self._clock = peak_memory(), Clock()
         if training.gradient_checkpointing:
@@ -122,21 +122,14 @@ class RecipeTrainer(hfscale.Trainer):
             newest.get("validation_accuracy"),
         )
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Collect the microbatches that HF Trainer passes one by one. Run the whole step at its last microbatch and
-        return its loss; return 0 for the others.
-        """
-        self._waiting_batches.append(inputs)
-        if not self.accelerator.sync_gradients:
-            return torch.zeros((), device=self.args.device)
-        batches = self._waiting_batches
-        self._waiting_batches = []
-        model.train()
-        return (
-            hfscale.train_step(model, batches, self._task.loss, teacher=self._teacher)
-            .float()
-            .to(self.args.device)
-        )
+    @property
+    def uses_train_step(self) -> bool:
+        """Return ``True``: every step runs :func:`hfscale.train_step`, with the loss of the recipe's task."""
+        return True
+
+    def run_microbatches(self, batches: list[Any], num_items_in_batch: Any) -> Tensor:
+        """Run a step with the loss of the recipe's task, or with the model's own."""
+        return hfscale.train_step(self.trained, batches, self._task.loss, teacher=self._teacher)
 
     def measured(self, model: Any) -> tuple[float, float | None]:
         """Return the mean validation loss of a model, and its accuracy if the task has right answers. Steps have the

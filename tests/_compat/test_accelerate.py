@@ -4,6 +4,7 @@ Most of these names are public, and what they do is not promised.
 """
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -49,30 +50,32 @@ def test_hooks_of_states_are_listed_by_number() -> None:
     assert list(accelerator._load_model_state_pre_hook.values()) == hooks
 
 
-@relies_on("accelerate.accelerator.AcceleratedScheduler")
-def test_a_schedule_is_made_by_name_and_listed(
-    optimizer: Any, monkeypatch: Any, tmp_path: Any
-) -> None:
-    """``prepare_scheduler`` calls ``accelerate.accelerator.AcceleratedScheduler`` with the schedule and its optimizer,
-    returns what that makes, and saves its state.
+@relies_on("accelerate.scheduler.AcceleratedScheduler")
+def test_a_prepared_schedule_may_change_its_class(optimizer: Any, tmp_path: Any) -> None:
+    """``prepare_scheduler`` returns an ``AcceleratedScheduler`` of the schedule and its optimizer, and saves that
+    object's state; with its ``split_batches``, a step is one step of the schedule, whatever the number of processes.
     """
-    from accelerate import Accelerator, accelerator
+    from accelerate import Accelerator
+    from accelerate.scheduler import AcceleratedScheduler
 
-    made = []
+    class Mine(AcceleratedScheduler):
+        def state_dict(self) -> Any:
+            return {"mine": True, **super().state_dict()}
 
-    class Mine(accelerator.AcceleratedScheduler):
-        def __init__(self, *given: Any, **named: Any) -> None:
-            super().__init__(*given, **named)
-            made.append((self, *given))
-
-    monkeypatch.setattr(accelerator, "AcceleratedScheduler", Mine)
     preparing = Accelerator(cpu=True)
     stepped = preparing.prepare_optimizer(optimizer)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     found = preparing.prepare_scheduler(schedule)
-    assert made == [(found, schedule, stepped)]
+    assert type(found) is AcceleratedScheduler
+    assert (found.scheduler, found.optimizers) == (schedule, [stepped])
+    found.__class__ = Mine
+    found.split_batches = True
+    optimizer.step()
+    with patch("accelerate.scheduler.AcceleratorState", side_effect=AssertionError):
+        found.step()  # does not ask for the number of processes
+    assert schedule.last_epoch == 1
     preparing.save_state(tmp_path)
-    assert (tmp_path / "scheduler.bin").exists()
+    assert torch.load(tmp_path / "scheduler.bin")["mine"]
 
 
 def _loader_of_a_stream() -> Any:

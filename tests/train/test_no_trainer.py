@@ -9,6 +9,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoModelForCausalLM, get_scheduler, set_seed
@@ -194,13 +195,13 @@ def test_processes_are_distinct_batches(pools: Pools, path: str) -> None:
 
 def test_a_schedule_that_cannot_change_its_count_is_refused() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    cycle = BatchScheduler(
-        torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=5), [], lambda: 2, True
-    )
+    five = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=5)
+    cycle = BatchScheduler.of(AcceleratedScheduler(five, []), lambda: 2)
     optimizer.step()
     for _ in range(3):
         cycle.step()  # the sixth step would be one too many
-    other = BatchScheduler(torch.optim.lr_scheduler.StepLR(optimizer, 4), [], lambda: 1, True)
+    four = torch.optim.lr_scheduler.StepLR(optimizer, 4)
+    other = BatchScheduler.of(AcceleratedScheduler(four, []), lambda: 1)
     with pytest.raises(
         CheckpointError,
         match="counts steps of 2 distinct batches per optimizer step, but this layout has 1",

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, GgufConfig
 from transformers.modeling_gguf_pytorch_utils import (
     TENSOR_PROCESSORS,
     TensorProcessor,
@@ -44,10 +43,12 @@ def tokenizer_of_gguf(path: Path) -> Any:
 
 def weights_of_gguf(kind: Any, path: Path, config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return all weights of the model in a file, dequantized, as the class ``kind`` loads them."""
-    asks = getattr(transformers, "GgufConfig", None)  # older releases always dequantize
-    options = {} if asks is None else {"quantization_config": asks(dequantize=True)}
     model = kind.from_pretrained(
-        path.parent, gguf_file=path.name, config=config, dtype=dtype, **options
+        path.parent,
+        gguf_file=path.name,
+        config=config,
+        dtype=dtype,
+        quantization_config=GgufConfig(dequantize=True),
     )
     return dict(model.state_dict())
 

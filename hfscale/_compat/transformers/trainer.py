@@ -3,7 +3,6 @@
 Read and run with transformers 5.17 and 5.23; ``tests/integrations/trainer/test_host.py`` compares signatures.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -119,18 +118,6 @@ def batches_skipped_by_accelerator(trainer: Any) -> AbstractContextManager[None]
         return trainer.accelerator.skip_first_batches(loader, count)
 
     return attribute_replaced(_trainer, "skip_first_batches", skip)
-
-
-def evaluated_with_logits(trainer: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Trainer's prediction step ``step``, called with ``use_liger_kernel=False``: otherwise Trainer would let
-    models with Liger's kernels leave out logits.
-    """
-
-    def evaluated(*args: Any, **kwargs: Any) -> Any:
-        with attribute_replaced(trainer.args, "use_liger_kernel", False):
-            return step(*args, **kwargs)
-
-    return evaluated
 
 
 def kernels_left_alone() -> AbstractContextManager[None]:

@@ -29,7 +29,6 @@ from ..._compat.accelerate import (
     load_hooks,
     note,
     save_hooks,
-    schedulers_made_by,
 )
 from ..._compat.torch_device import accelerators
 from ...checkpoint.save import save_pretrained
@@ -94,14 +93,11 @@ class Accelerator(accelerate.Accelerator):
         # Otherwise, Accelerate would rendezvous with the ranks of an earlier start.
         if met_before() and not dist.is_initialized():
             asked = (
-                handler
+                handler.timeout
                 for handler in kwargs.get("kwargs_handlers") or ()
-                if isinstance(handler, InitProcessGroupKwargs)
+                if isinstance(handler, InitProcessGroupKwargs) and handler.timeout
             )
-            start(
-                own_device(),
-                next((handler.timeout for handler in asked if handler.timeout), TIMEOUT),
-            )
+            start(own_device(), next(asked, TIMEOUT))
         self._prepared = Prepared()
         with without_launcher_switches():
             super().__init__(**kwargs)
@@ -275,16 +271,13 @@ class Accelerator(accelerate.Accelerator):
         """
         if is_prepared(scheduler):
             return note(self._prepared.schedulers, scheduler)
-        with schedulers_made_by(self._stepped_by_batches):
-            return note(self._prepared.schedulers, super().prepare_scheduler(scheduler))
-
-    def _stepped_by_batches(self, scheduler: Any, optimizers: list[Any]) -> BatchScheduler:
         follows = self.step_scheduler_with_optimizer
 
         def batches() -> int:
             return self.num_processes if follows and not self.split_batches else 1
 
-        return BatchScheduler(scheduler, optimizers, batches, follows)
+        made = BatchScheduler.of(super().prepare_scheduler(scheduler), batches)
+        return note(self._prepared.schedulers, made)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Add objects with a state, which :meth:`save_state` then writes."""

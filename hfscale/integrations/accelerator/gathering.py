@@ -1,6 +1,5 @@
 """Gather and reduce over ranks so that ranks that share a batch (tensor ranks, for example) count once."""
 
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -47,14 +46,8 @@ def gather_objects(mesh: Mesh, objects: Any) -> list[Any]:
     count once.
     """
     told = mesh.all_gather_object((mesh.batch_rank, objects))
-    by_batch: dict[int, Any] = {}
-    for batch_rank, of_rank in told:  # ranks that share a batch have the same objects
-        by_batch.setdefault(batch_rank, of_rank)
-    return [
-        gathered
-        for _, of_rank in sorted(by_batch.items(), key=itemgetter(0))
-        for gathered in of_rank
-    ]
+    first = dict(reversed(told))  # of ranks that share a batch, the first one's objects count
+    return [each for batch_rank in sorted(first) for each in first[batch_rank]]
 
 
 def holds_tensors_alone(data: Any) -> bool:

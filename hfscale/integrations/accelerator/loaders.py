@@ -84,23 +84,18 @@ class _OfLastStep:
     left: int
 
 
-class StreamShare(IterableDatasetShard):
+class InOneOrder(IterableDatasetShard):
     """Divide a stream over ranks in the order of one process, in place of Accelerate's shard. The last step is padded
-    with examples from the beginning of the stream; its batches are :class:`~hfscale._compat.accelerate.LastBatch`.
+    with examples from the beginning of the stream; a subclass has :meth:`of_last_step`, which marks its examples.
     """
 
     def __iter__(self) -> Iterator[Any]:
-        stream = self.dataset
-        if not hasattr(stream, "set_epoch") and isinstance(
-            getattr(stream, "generator", None), torch.Generator
-        ):
-            stream.generator.manual_seed(self.epoch)
         places = range(
             self.process_index * self.batch_size, (self.process_index + 1) * self.batch_size
         )
         first = list[Any]()
         step = list[Any]()
-        for example in stream:
+        for example in self.dataset:
             step.append(example)
             if len(step) == self.batch_size * self.num_processes:
                 yield from (step[place] for place in places)
@@ -109,7 +104,31 @@ class StreamShare(IterableDatasetShard):
         if step and not self.drop_last:
             left = len(step)
             filled = step + (first or step) * self.num_processes * self.batch_size
-            yield from (_OfLastStep(filled[place], left) for place in places)
+            yield from (self.of_last_step(filled[place], place < left, left) for place in places)
+
+    def of_last_step(self, example: Any, is_new: bool, left: int) -> Any:
+        """Return an example of the last step, marked. ``is_new`` is whether it is one of the ``left`` examples of all
+        ranks that are new in this step, and not padding.
+        """
+        raise NotImplementedError
+
+
+class StreamShare(InOneOrder):
+    """Divide a stream like Accelerate, in the order of one process; the batches of the last step are
+    :class:`~hfscale._compat.accelerate.LastBatch`.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        stream = self.dataset
+        if not hasattr(stream, "set_epoch") and isinstance(
+            getattr(stream, "generator", None), torch.Generator
+        ):
+            stream.generator.manual_seed(self.epoch)
+        yield from super().__iter__()
+
+    def of_last_step(self, example: Any, is_new: bool, left: int) -> Any:
+        """Return the example with the number of new examples, which its batch keeps."""
+        return _OfLastStep(example, left)
 
 
 class PositionedShare(StreamShare):

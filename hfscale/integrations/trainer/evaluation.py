@@ -9,7 +9,7 @@ rank of each distinct batch holds the full model during an evaluation, and gener
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from ...train.step import eval_step
 from .items_in_batch import evaluated_as_trained
 from .trainer_batches import (
     Batch,
+    blank_batches,
     first_examples,
     first_of_chunks,
     first_rows,
@@ -43,12 +44,10 @@ _MOST_ADDED = 64
 # Loss, predictions and labels of a step, as Trainer's own step returns them.
 _Result = tuple[Tensor | None, Any, Any]
 _Step = Callable[..., _Result]
-"""Trainer's own step: ``(model, inputs, whether to return only the loss, keys to omit)``."""
+"""Trainer's own step, with the model and the keys to omit: ``(inputs, whether to return only the loss)``."""
 
 
-def scored_step(
-    trainer: Any, model: nn.Module, inputs: Batch, loss_only: bool, ignore_keys: Any, stock: _Step
-) -> _Result:
+def scored_step(trainer: Any, inputs: Batch, loss_only: bool, stock: _Step) -> _Result:
     """Run an evaluation step whose loss the trainer computes itself, as a mean over the labels of this rank's batch;
     return the mean over the labels of all data ranks.
     """
@@ -57,7 +56,7 @@ def scored_step(
     shifted = counted.get("shift_labels")
     labels: Tensor = counted["labels"][:, 1:] if shifted is None else shifted
     valid = (labels != -100).sum().to(trainer.args.device)
-    loss, logits, given = stock(model, dict(counted), loss_only, ignore_keys)
+    loss, logits, given = stock(dict(counted), loss_only)
     if loss is not None and trainer.accelerator.num_processes > 1:
         sums = trainer.accelerator.reduce(
             torch.stack((loss.float() * valid, valid.float())),
@@ -67,14 +66,7 @@ def scored_step(
     return loss, logits, given
 
 
-def counted_step(
-    trainer: Any,
-    model: nn.Module,
-    inputs: Batch,
-    known: tuple[int, int],
-    ignore_keys: Any,
-    stock: _Step,
-) -> _Result:
+def counted_step(trainer: Any, inputs: Batch, known: tuple[int, int], stock: _Step) -> _Result:
     """Run an evaluation step whose loss is TRL's mean over rows or pairs. Of this rank's ``known[0]`` rows or pairs,
     only the first ``known[1]`` count, since the others only pad the batch.
     """
@@ -86,21 +78,17 @@ def counted_step(
         )
     )
     if not repeated.any():
-        return stock(model, inputs, True, ignore_keys)
+        return stock(inputs, True)
     with accelerator.counting(known[1]):
-        loss, *rest = stock(
-            model, first_of_chunks(inputs, known[0], max(known[1], 1)), True, ignore_keys
-        )
+        loss, *rest = stock(first_of_chunks(inputs, known[0], max(known[1], 1)), True)
         return accelerator.gather(loss).mean(), *rest
 
 
 def unknown_step(
     trainer: Any,
-    model: nn.Module,
     inputs: Batch,
     known: tuple[int, int] | None,
     loss_only: bool,
-    ignore_keys: Any,
     stock: _Step,
 ) -> _Result:
     """Run an evaluation step with a loss of unknown kind: either a mean over rows, or a sum divided by the number of
@@ -112,14 +100,14 @@ def unknown_step(
         repeated = 0 if known is None else known[0] - known[1]
         told = torch.tensor([repeated], device=accelerator.device)
         if known is None or not accelerator.gather(told).any():
-            return stock(model, inputs, loss_only, ignore_keys)
+            return stock(inputs, loss_only)
         predicted: _Result = (None, None, None)
         if not loss_only:
-            predicted = stock(model, dict(inputs), False, ignore_keys)
+            predicted = stock(dict(inputs), False)
         first = first_rows(inputs, known[0], max(known[1], 1))
         if not known[1]:
             first = unlabelled(first)
-        loss = stock(model, first, True, ignore_keys)[0]
+        loss = stock(first, True)[0]
     if loss is not None:
         share = 1 if divided and divided[-1] else known[1]
         weighted = loss.double() * share if share else torch.zeros_like(loss).double()
@@ -130,7 +118,7 @@ def unknown_step(
 
 
 def prediction_step(
-    trainer: Any, model: nn.Module, inputs: Batch, loss_only: bool, ignore_keys: Any, stock: _Step
+    trainer: Any, model: nn.Module, inputs: Batch, loss_only: bool, stock: _Step
 ) -> _Result:
     """Return the loss over the batches of all data ranks, and the logits and labels of this rank's batch; ``stock`` is
     Trainer's own step.
@@ -138,7 +126,7 @@ def prediction_step(
     smoothing = trainer.args.label_smoothing_factor
     stages = trainer.runtime.plan.stages is not None
     if inputs.get("labels") is None and not stages:
-        return stock(model, inputs, loss_only, ignore_keys)
+        return stock(inputs, loss_only)
     loss_of = trainer.runtime.loss
     known = trainer.accelerator.examples_of(inputs)
     counted = inputs if known is None else first_examples(inputs, known, drop=not loss_of.ignores)
@@ -147,7 +135,7 @@ def prediction_step(
     if stages or ((loss_only or smoothing) and not by_host):
         return _by_steps(trainer, model, inputs, counted, loss_only)
     masked = loss_of.ignores or known is None
-    loss, logits, labels = stock(model, counted if masked else inputs, loss_only, ignore_keys)
+    loss, logits, labels = stock(counted if masked else inputs, loss_only)
     # Trainer assumes that the loss was divided by the labels of all data ranks, and multiplies it by the number of
     # ranks.
     right = masked and (loss_of.divides or trainer.accelerator.num_processes == 1)
@@ -204,9 +192,8 @@ def _by_steps(
 def _least_rows(executor: Executor, rows: int) -> int:
     """Return the smallest number of rows, at least ``rows``, that the schedule can split into microbatches."""
     for more in range(_MOST_ADDED):
-        row = torch.zeros(rows + more, 2, dtype=torch.int64)
         try:
-            executor.share_out([{"input_ids": row, "labels": row}])
+            executor.share_out(blank_batches(rows + more))
         except ConfigError:
             continue
         return rows + more
@@ -268,7 +255,8 @@ def _check_room(runtime: Runtime, room: int) -> None:
 @contextmanager
 def while_evaluated(trainer: Any) -> Iterator[None]:
     """Inside the block, let the trainer's model generate also with pipeline stages, and drop the outputs of rows that
-    only pad data ranks' last batches, which Seq2SeqTrainer would keep.
+    only pad data ranks' last batches, which Seq2SeqTrainer would keep. Set ``use_liger_kernel=False``: otherwise
+    Trainer would let models with Liger's kernels leave out logits.
     """
     accelerator = trainer.accelerator
     if trainer.gather_function == accelerator.gather:
@@ -278,12 +266,11 @@ def while_evaluated(trainer: Any) -> Iterator[None]:
             return accelerator.gather(given) if losses else accelerator.gather_for_metrics(given)
 
         trainer.gather_function = gather
-    if not generates(trainer) or trainer.runtime.plan.stages is None:
-        yield
-        return
-    with attribute_replaced(
-        trainer.runtime.model, "generate", _WholeModel(trainer.runtime).generate
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(attribute_replaced(trainer.args, "use_liger_kernel", False))
+        if generates(trainer) and trainer.runtime.plan.stages is not None:
+            generate = _WholeModel(trainer.runtime).generate
+            stack.enter_context(attribute_replaced(trainer.runtime.model, "generate", generate))
         yield
 
 

@@ -76,15 +76,6 @@ class Checkpoints(TrainerHooks):
         return runtime_of(self.model)
 
     @property
-    def _rows_of_step(self) -> int:
-        args = self.args
-        return int(
-            args.per_device_train_batch_size
-            * args.gradient_accumulation_steps
-            * self.runtime.mesh.batch_world
-        )
-
-    @property
     def states_aside(self) -> StatesAside | None:
         """Return the trainer's callback that keeps states elsewhere than on the disk; ``None`` if there is none."""
         callbacks = self.callback_handler.callbacks
@@ -148,12 +139,13 @@ class Checkpoints(TrainerHooks):
             load_state(model, _state_of(checkpoint), optimizer=optimizer, scheduler=scheduler)
         else:
             _read_foreign_state(self.runtime, checkpoint, stock_optimizer(optimizer), scheduler)
-        self._streams.read(checkpoint, _has_state(checkpoint), self._rows_of_step)
+        rows = self.get_total_train_batch_size(self.args)
+        self._streams.read(checkpoint, _has_state(checkpoint), rows)
 
     def write_random_states(self, directory: Path) -> None:
         """Write the RNG states that stock Trainer reads, and the RNG states at the beginning of the epoch."""
         with all_or_none(self.runtime.mesh, f"{directory} could not be written"):
-            self._streams.write(directory, self._rows_of_step)
+            self._streams.write(directory, self.get_total_train_batch_size(self.args))
 
     def put_back_random_states(self) -> None:
         """Restore the checkpoint's RNG states, after the trained batches were skipped."""

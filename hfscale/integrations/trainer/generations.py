@@ -33,6 +33,7 @@ from ...errors import ConfigError
 from ...features.adapters.storage import WEIGHTS, needs_weights, write_adapter_config
 from ...parallel.tensor.random import take_first_state
 from ...train.runtime import find_runtime, runtime_of
+from ..accelerator.gathering import gather_objects
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # LoRA ranks that vLLM supports (max_lora_rank)
 
@@ -263,10 +264,7 @@ def batches_gathered(kind: type, accelerator: Any) -> AbstractContextManager[Non
         return accelerator.gather(tensor.to(mesh.device))
 
     def gather_object(stock: Any, given: Any) -> Any:
-        first = dict(
-            reversed(accelerator.mesh.all_gather_object((accelerator.process_index, given)))
-        )
-        return [value for place in sorted(first) for value in first[place]]
+        return gather_objects(accelerator.mesh, given)
 
     def shuffle(stock: Any, rows: Any) -> Any:
         """Shuffle ``rows`` in the same order on all ranks that share a batch: that of the first of these ranks."""

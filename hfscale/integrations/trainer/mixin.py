@@ -291,7 +291,7 @@ class TrainerMixin(Checkpoints, DataHooks):
         """
         # The data ended within a step: stock Trainer adds these gradients to the next step's gradients.
         if self._waiting:
-            self._carried = self._run_step(self._items)
+            self._carried = self._run_waiting(self._items)
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         drops = self.uses_train_step
         stream = isinstance(self.train_dataset, IterableDataset)
@@ -329,15 +329,18 @@ class TrainerMixin(Checkpoints, DataHooks):
         loss = self._carried
         self._carried = 0.0
         if self.accelerator.sync_gradients:
-            loss = loss + self._run_step(num_items_in_batch)
+            loss = loss + self._run_waiting(num_items_in_batch)
         else:
             self._items = num_items_in_batch
         return torch.as_tensor(loss, dtype=torch.float32, device=self.args.device)
 
-    def _run_step(self, num_items_in_batch: Any) -> Tensor:
-        """Run forward and backward passes over the collected microbatches."""
+    def _run_waiting(self, num_items_in_batch: Any) -> Tensor:
         batches = self._waiting
         self._waiting = []
+        return self.run_microbatches(batches, num_items_in_batch)
+
+    def run_microbatches(self, batches: list[Any], num_items_in_batch: Any) -> Tensor:
+        """Run forward and backward passes over the microbatches of a step; return the step's loss."""
         args = self.args
         model = self.model
         staged = self.runtime.plan.stages is not None
@@ -386,28 +389,27 @@ class TrainerMixin(Checkpoints, DataHooks):
         **generates: Any,
     ) -> tuple[Tensor | None, Any, Any]:
         """Evaluate one batch like Trainer, without the rows that pad data ranks' batches."""
-        stock = trainer.evaluated_with_logits(self, super().prediction_step)
-        if evaluation.generates(self) and not prediction_loss_only:
+        stock = super().prediction_step
+        loss_only = prediction_loss_only
+        if evaluation.generates(self) and not loss_only:
             loss = self.prediction_step(model, inputs, True, ignore_keys)[0]
             return evaluation.generated_step(self, inputs, loss, ignore_keys, stock, generates)
+
+        def step(batch: Any, loss_only: bool) -> tuple[Tensor | None, Any, Any]:
+            return stock(model, batch, loss_only, ignore_keys)
+
         if self._scores_tokens and "labels" in inputs:
-            return evaluation.scored_step(
-                self, model, inputs, prediction_loss_only, ignore_keys, stock
-            )
-        if not self.knows_loss:
-            known = self.accelerator.examples_of(inputs)
-            mapped = isinstance(inputs, Mapping)
-            if is_trl(type(self)):
-                if known is not None and prediction_loss_only and mapped:
-                    return evaluation.counted_step(self, model, inputs, known, ignore_keys, stock)
-            elif mapped and self.accelerator.num_processes > 1:
-                return evaluation.unknown_step(
-                    self, model, inputs, known, prediction_loss_only, ignore_keys, stock
-                )
-            return stock(model, inputs, prediction_loss_only, ignore_keys)
-        return evaluation.prediction_step(
-            self, model, inputs, prediction_loss_only, ignore_keys, stock
-        )
+            return evaluation.scored_step(self, inputs, loss_only, step)
+        if self.knows_loss:
+            return evaluation.prediction_step(self, model, inputs, loss_only, step)
+        known = self.accelerator.examples_of(inputs)
+        mapped = isinstance(inputs, Mapping)
+        if is_trl(type(self)):
+            if known is not None and loss_only and mapped:
+                return evaluation.counted_step(self, inputs, known, step)
+        elif mapped and self.accelerator.num_processes > 1:
+            return evaluation.unknown_step(self, inputs, known, loss_only, step)
+        return step(inputs, loss_only)
 
     def around_inputs(self) -> AbstractContextManager[None]:
         """Return a context for Trainer's preparation of a batch: if a trainer gathers rewards during the preparation,

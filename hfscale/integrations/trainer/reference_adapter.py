@@ -7,7 +7,7 @@ is a list of tensors, one for each of this rank's adapter parameters.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -48,9 +48,10 @@ class ReferenceAdapter:
                 else find(name)
             )
 
-        with ExitStack() as stack:
-            stack.enter_context(attribute_replaced(self._model, "add_adapter", self._add))
-            stack.enter_context(attribute_replaced(self._model, "get_parameter", get_parameter))
+        with (
+            attribute_replaced(self._model, "add_adapter", self._add),
+            attribute_replaced(self._model, "get_parameter", get_parameter),
+        ):
             yield
 
     def _add(

@@ -7,7 +7,6 @@ import os
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import DataCollatorWithFlattening
 
@@ -25,7 +24,7 @@ from ...plan.feature_plans import offloaded, refuse_aside
 from ...train.packed_rows.guard import check_packed_rows
 from ...train.runtime import Runtime
 from .seams import compiler_of
-from .trainer_batches import rebalances
+from .trainer_batches import blank_batches, rebalances
 from .trainer_optimizers import check_optimizer, optimizer_name
 
 _OF_SEVERAL_RANKS = frozenset(
@@ -294,9 +293,9 @@ def _check_step(trainer: Any, runtime: Runtime) -> None:
         return
     count = args.gradient_accumulation_steps
     uneven = runtime.plan.stages is not None and rebalances(args)
-    row = torch.zeros(1 if uneven else args.per_device_train_batch_size, 2, dtype=torch.int64)
+    rows = 1 if uneven else args.per_device_train_batch_size
     with runtime.executor.uncut() if uneven else nullcontext():
-        given = runtime.executor.share_out([{"input_ids": row, "labels": row}] * count)
+        given = runtime.executor.share_out(blank_batches(rows, count))
     if trainer.uses_train_step:
         if (routing := runtime.part(ExpertRouting)) is not None:
             routing.check_step(runtime, given)

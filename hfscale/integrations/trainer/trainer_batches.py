@@ -18,14 +18,13 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from accelerate.data_loader import IterableDatasetShard
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ...parallel.pipeline.microbatches import rows_of
 from ...train.balanced_batches import balanced_batches
 from ...train.runtime import Executor, Runtime
-from ..accelerator.loaders import KEPT
+from ..accelerator.loaders import KEPT, InOneOrder
 
 Batch = Mapping[str, Any]
 
@@ -40,29 +39,12 @@ class Repeated:
     example: Any
 
 
-class DealtStream(IterableDatasetShard):
+class DealtStream(InOneOrder):
     """Divide an iterable dataset like Accelerate, with :class:`Repeated` examples as padding of the last step."""
 
-    def __iter__(self) -> Iterator[Any]:
-        ranks = range(
-            self.process_index * self.batch_size, (self.process_index + 1) * self.batch_size
-        )
-        first = list[Any]()
-        step = list[Any]()
-        for example in self.dataset:
-            step.append(example)
-            if len(step) == self.batch_size * self.num_processes:
-                yield from (step[place] for place in ranks)
-                first = first or step
-                step = []
-        if step and not self.drop_last:
-            first = first or step
-            for place in ranks:
-                yield (
-                    step[place]
-                    if place < len(step)
-                    else Repeated(first[(place - len(step)) % len(first)])
-                )
+    def of_last_step(self, example: Any, is_new: bool, left: int) -> Any:
+        """Return the example, marked if it is padding."""
+        return example if is_new else Repeated(example)
 
 
 def balanced(loader: Any, runtime: Runtime) -> Any:
@@ -146,13 +128,18 @@ def pieces(
     This is for losses that ignore no label, where padding rows would count: 3 rows in 4 microbatches become 1 + 1 + 1 +
     0. Run these microbatches inside ``executor.uncut()``.
     """
-    row = torch.zeros(rows, 2, dtype=torch.int64)
-    parts = len(executor.share_out([{"input_ids": row, "labels": row}] * count)) // count
+    parts = len(executor.share_out(blank_batches(rows, count))) // count
     given = [
         *batches,
         *[first_rows(batches[-1], rows_of(batches[-1]), 0)] * (count - len(batches)),
     ]
     return [_cut(batch, rows_of(batch), parts) for batch in given]
+
+
+def blank_batches(rows: int, count: int = 1) -> list[Batch]:
+    """Return ``count`` batches of ``rows`` rows, to find out how an executor splits such batches."""
+    row = torch.zeros(rows, 2, dtype=torch.int64)
+    return [{"input_ids": row, "labels": row}] * count
 
 
 def _cut(batch: Batch, rows: int, parts: int) -> list[Batch]:

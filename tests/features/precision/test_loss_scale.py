@@ -334,7 +334,11 @@ def test_losses_that_nobody_scales_are_refused() -> None:
             {},
             "and enabled=True, got",
         ),
-        ({"mixed_precision": "fp4"}, {}, "is unknown: use no, bf16, bf16_params, fp8, fp16"),
+        (
+            {"mixed_precision": "fp4"},
+            {},
+            "is unknown: did you mean 'fp8'. use one of no, bf16, bf16_params, fp8, fp16",
+        ),
     ],
 )
 def test_what_does_not_fit(given: dict[str, Any], layout: dict[str, Any], message: str) -> None:

@@ -99,6 +99,27 @@ def test_a_module_of_another_kind_is_not_told_to_be_loaded() -> None:
         hfscale.clip_grad_norm_(nn.Linear(2, 2), 1.0)
 
 
+def test_an_evaluated_model_with_kernels_returns_logits(tmp_path: Path) -> None:
+    """Trainer would pass ``skip_logits`` to a model whose loss alone is asked for."""
+    given = []
+
+    class OwnLoss(hfscale.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            given.append({*inputs})
+            outputs = model(**inputs)
+            return outputs.loss, outputs
+
+    args = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, use_liger_kernel=True
+    )
+    model = AutoModelForCausalLM.from_config(tiny("llama"))
+    trainer = OwnLoss(model=model, args=args, data_collator=default_data_collator)
+    args.prediction_loss_only = True
+    assert trainer.evaluate(ROWS)["eval_loss"] > 0
+    assert given == [{"input_ids", "labels"}] * len(given)
+    assert args.use_liger_kernel
+
+
 def test_a_trainer_needs_kernels_no_sooner_than_it_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
