@@ -48,7 +48,7 @@ def microbatches_of_step(recipe: Recipe, batch_world: int) -> tuple[int, int]:
     microbatches, size = per_rank(training.batch_size, batch_world, training.microbatch_size)
     if not recipe.data.is_whole:
         return microbatches, size
-    wanted = hfscale.ParallelConfig(**recipe.parallel).microbatches_of(microbatches)
+    wanted = layout_of(recipe).microbatches_of(microbatches)
     if microbatches * size % wanted:
         raise RecipeError(
             f"the {microbatches * size} rows of each data rank, its share of "

@@ -104,6 +104,28 @@ def test_what_cannot_be_is_refused(values: dict[str, Any], message: str) -> None
         check_values(FinetuneRecipe(name="x", base="y", data=data))
 
 
+def test_a_fallback_with_stages_generates_no_samples() -> None:
+    recipe = FinetuneRecipe(name="x", base="y", fallbacks=[{"pp_size": 2}])
+    recipe.data = DataRecipe(source="x.jsonl", samples=2)
+    with pytest.raises(RecipeError, match="a layout without pipeline stages"):
+        check_values(recipe)
+
+
+def test_a_fallback_has_its_own_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = FinetuneRecipe(
+        name="x",
+        base="y",
+        data=DataRecipe(format="pairs"),
+        parallel={"pp_size": 4},
+        fallbacks=[{"pp_size": 2}],
+    )
+    recipe.training.batch_size = 8
+    monkeypatch.setenv("RANK", "0")
+    for world, expected in (("4", (4, 2)), ("2", (2, 4))):
+        monkeypatch.setenv("WORLD_SIZE", world)
+        assert microbatches_of_step(recipe, 1) == expected
+
+
 def test_a_pair_is_never_parted() -> None:
     recipe = FinetuneRecipe(
         name="x", base="y", data=DataRecipe(format="pairs"), parallel={"pp_size": 2}
