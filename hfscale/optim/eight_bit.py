@@ -99,7 +99,7 @@ def embedding_weights(runtime: Runtime) -> set[str]:
     }
     owned = {planned.name for planned, parameter in runtime.parameters() if id(parameter) in here}
     plans = runtime.plan.by_name
-    return owned | {plans[name].tied_to or name for name in names if name in plans}
+    return owned | {plans[name].first_name for name in names if name in plans}
 
 
 def try_step(device: torch.device) -> str:

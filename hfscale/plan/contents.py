@@ -217,7 +217,7 @@ class PlanContents:
             names: dict[str, str] = {}
             for parameter in self.parameters:
                 if self.is_local(rank, parameter.name):
-                    names.setdefault(parameter.tied_to or parameter.name, parameter.name)
+                    names.setdefault(parameter.first_name, parameter.name)
             self._local_names[rank] = names
         return self._local_names[rank]
 

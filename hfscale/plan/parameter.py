@@ -120,6 +120,11 @@ class ParameterPlan:
     reductions: tuple[Reduction, ...] = ()
     tied_to: str | None = None  # the name of another parameter that is the same tensor
 
+    @property
+    def first_name(self) -> str:
+        """The name under which shards and saves know the tensor, which may have several names."""
+        return self.tied_to or self.name
+
     def local_shape(self, ranks: dict[str, int]) -> tuple[int, ...]:
         """Return the parameter's shape on the rank at coordinates ``ranks`` (axis -> rank)."""
         return cut_shape(self.shape, self.cuts, ranks)

@@ -67,9 +67,7 @@ def weights_per_rank(plan: PlanContents) -> tuple[int, int]:
     """Return the number of weights, and their bytes, on the rank that holds the most bytes of weights."""
 
     def weights(rank: int) -> tuple[int, int]:
-        once = {
-            p.tied_to or p.name: p for p in plan.parameters if plan.is_local(rank, p.name)
-        }.values()
+        once = {p.first_name: p for p in plan.parameters if plan.is_local(rank, p.name)}.values()
         sizes = [(prod(parameter.local_shape({})), parameter.dtype.itemsize) for parameter in once]
         return sum(count for count, _ in sizes), sum(count * size for count, size in sizes)
 

@@ -190,7 +190,7 @@ class ModelTeacher:
         planned = [
             runtime.plan.by_name.get(f"{runtime.plan.head}.{part}") for part in ("weight", "bias")
         ]
-        names = [each.tied_to or each.name for each in planned if each is not None]
+        names = [each.first_name for each in planned if each is not None]
         entries = [
             each for each in tensors_to_save(runtime) if each.planned and each.planned.name in names
         ]

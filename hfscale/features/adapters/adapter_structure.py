@@ -156,9 +156,7 @@ def targets_of(adapters: Collection[AdapterParameter]) -> tuple[list[str], list[
     which PEFT trains a copy.
     """
     made = [adapter for adapter in adapters if adapter.kept_in not in (peft.COPY, peft.TOKEN_ROWS)]
-    modules = dict.fromkeys(
-        adapter.base.rpartition(".")[0] for adapter in made if not adapter.experts
-    )
+    modules = dict.fromkeys(adapter.module for adapter in made if not adapter.experts)
     parameters = dict.fromkeys(adapter.base for adapter in made if adapter.experts)
     copied = (stock_name(adapter.name) for adapter in adapters if adapter.kept_in == peft.COPY)
     return (
@@ -175,7 +173,7 @@ def check_matches(
     is the config ``asked`` after PEFT's changes: projection names of older models become parameters of experts.
     """
     modules, parameters, copies = targets_of(adapters)
-    modules += [adapter.base.rpartition(".")[0] for adapter in adapters if adapter.tokens]
+    modules += [adapter.module for adapter in adapters if adapter.tokens]
     known = [name.rpartition(".")[0] for name in plan.by_name]
     for field, matched in (
         ("target_modules", modules),

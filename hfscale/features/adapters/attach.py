@@ -125,9 +125,7 @@ class Adapters(Part):
     def _stored_in(self, adapter: str, runtime: Runtime) -> dict[str, str]:
         plan = runtime.plan
         parameters = stored_names(self.whole, adapter, plan, "auto")
-        keys = {
-            key: f"weights/{plan.by_name[name].tied_to or name}" for name, key in parameters.items()
-        }
+        keys = {key: f"weights/{plan.by_name[name].first_name}" for name, key in parameters.items()}
         fixed = stored_buffers(self.whole, adapter)
         return keys | {key: f"buffers/{name}" for key, name in fixed.items()}
 
@@ -311,7 +309,7 @@ def _give_local_shapes(
                 f"{adapter.name} must have the shape {shape} on this rank, but PEFT created {tuple(old.shape)}: report "
                 "this with the peft_config"
             )
-        owner = adapter.tied_to or adapter.name
+        owner = adapter.first_name
         if owner not in made:
             kind = adapter.dtype
             if adapter.kept_in not in IN_FRONT:
@@ -331,7 +329,7 @@ def _type_of(
 ) -> torch.dtype:
     module, attribute = owner_of(model, adapter.base)
     encoding = encodings_of(module).get(attribute)
-    kept = shares[plan.by_name[adapter.base].tied_to or adapter.base]
+    kept = shares[plan.by_name[adapter.base].first_name]
     base = kept.dtype if encoding is None else encoding.dtype
     # PEFT leaves factors of quantized weights in float32.
     return type_beside(base, adapter.kept_in, autocast or encoding is not None)
@@ -374,10 +372,10 @@ class _NewAdapters:
         by_module: dict[str, list[AdapterParameter]] = {}
         for adapter in adapters:
             if adapter.kept_in not in (*COPIES, TOKEN_ROWS):
-                by_module.setdefault(adapter.base.rpartition(".")[0], []).append(adapter)
+                by_module.setdefault(adapter.module, []).append(adapter)
             elif adapter.kept_in in COPIES and plan.is_local(mesh.pp_rank, adapter.name):
-                made[adapter.tied_to or adapter.name] = self.shares[
-                    plan.by_name[adapter.base].tied_to or adapter.base
+                made[adapter.first_name] = self.shares[
+                    plan.by_name[adapter.base].first_name
                 ].clone()
         with _random_numbers(seed, mesh):
             for path in sorted(
@@ -416,7 +414,7 @@ class _NewAdapters:
         for key, old in before.items():
             new = getattr(module, key).detach()
             if not torch.equal(new, old):
-                owner = self.plan.by_name[f"{path}.{key}"].tied_to or f"{path}.{key}"
+                owner = self.plan.by_name[f"{path}.{key}"].first_name
                 kept = weights[key]
                 full[owner] = kept + (new - old).to(kept.dtype) if new.dtype != kept.dtype else new
         ranks = self.mesh.ranks
@@ -450,11 +448,7 @@ class _NewAdapters:
         for key, parameter in module.named_parameters(recurse=False):
             planned = self.plan.by_name[f"{path}.{key}"]
             name = planned.name
-            share = (
-                self.dequantized(name)
-                if name in quantized
-                else self.shares[planned.tied_to or name]
-            )
+            share = self.dequantized(name) if name in quantized else self.shares[planned.first_name]
             weights[key] = gather_full(
                 share.contiguous(), planned.shape, planned.cuts, self.mesh
             ).cpu()

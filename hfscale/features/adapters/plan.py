@@ -79,7 +79,7 @@ def _with_ties(stages: StagePlan, adapters: Sequence[AdapterParameter]) -> Stage
     """
     names: dict[str, list[str]] = {}
     for adapter in adapters:
-        names.setdefault(adapter.tied_to or adapter.name, []).append(adapter.name)
+        names.setdefault(adapter.first_name, []).append(adapter.name)
     ties = list(stages.ties)
     for same in names.values():
         held = tuple(sorted({stages.stage_of(name) for name in same}))

@@ -137,9 +137,7 @@ def _plan_fused(whole: Any, plan: Plan) -> FusedAdaptersPlan:
     keeps = bool(recomputed(plan).keep)
     stock = whole.get_base_model()
     others = []
-    paths = dict.fromkeys(
-        adapter.base.rpartition(".")[0] for adapter in plan.adapters if adapter.kept_in == LORA_A
-    )
+    paths = dict.fromkeys(adapter.module for adapter in plan.adapters if adapter.kept_in == LORA_A)
     for path in paths:
         reason = why_unfused(module_at(stock, path))
         if path == plan.head:
@@ -281,7 +279,7 @@ def _check_places(plan: Plan) -> None:
         if adapter.kept_in in IN_FRONT:
             continue
         if sum(plan.is_local(rank, adapter.name) for rank in range(plan.layout.pp)) > 1:
-            path = adapter.base.rpartition(".")[0]
+            path = adapter.module
             raise ConfigError(
                 f"{path} runs on several pipeline stages, where the copies of its adapter would diverge: leave this "
                 f"module out (exclude_modules=[{path.rpartition('.')[2]!r}]), or use pp_size=1"

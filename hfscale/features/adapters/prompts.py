@@ -124,7 +124,7 @@ def first_prompt(
         table = copy.deepcopy(whole.get_base_model().get_submodule(lookup))
         starts_as_rows = config.prompt_tuning_init != "RANDOM"
         if starts_as_rows and plan.is_local(mesh.pp_rank, base.name):
-            share = shares[base.tied_to or base.name].contiguous()
+            share = shares[base.first_name].contiguous()
             rows = gather_full(share, base.shape, base.cuts, mesh).cpu()
             table.weight = nn.Parameter(rows, requires_grad=False)
             # Some families scale rows inside of this module, by a buffer that no checkpoint holds.

@@ -374,7 +374,7 @@ def load_adapter(
                 f"{path}: {key} has the shape {tuple(tensor.shape)}, but the model needs {planned.shape}: load the "
                 "adapter onto the model that it was trained on"
             )
-        owner = planned.tied_to or parameter
+        owner = planned.first_name
         if owner in here:  # possibly under another name of a tied tensor
             shares[owner] = planned.take(tensor, mesh.ranks).clone().to(mesh.device)
     return shares
@@ -448,7 +448,7 @@ def adapter_tensors(
         names = stored_names(whole, name, plan, False if only_factors else embeddings)
     owned: dict[str, list[str]] = {}
     for parameter, key in runtime.mesh.all_gather_object(names)[0].items():
-        owner = plan.by_name[parameter].tied_to or parameter
+        owner = plan.by_name[parameter].first_name
         if among is None or owner in among:
             owned.setdefault(owner, []).append(key)
     entries = [entry for entry in tensors_to_save(runtime) if entry.owned in owned]

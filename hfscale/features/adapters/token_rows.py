@@ -93,8 +93,8 @@ def wrap_local(model: nn.Module, adapters: Sequence[AdapterParameter]) -> None:
     paths: dict[str, str] = {}
     for adapter in adapters:
         if adapter.kept_in == TOKEN_ROWS:
-            path = adapter.base.rpartition(".")[0]
-            owner = paths.setdefault(adapter.tied_to or adapter.name, path)
+            path = adapter.module
+            owner = paths.setdefault(adapter.first_name, path)
             tied = None if owner == path else owner
             wrap_tokens(model, adapter.name, path, adapter.tokens, tied)
 
@@ -106,12 +106,12 @@ def first_rows(plan: Plan, mesh: Mesh, shares: dict[str, Tensor]) -> dict[str, T
     """
     rows: dict[str, Tensor] = {}
     for adapter in plan.adapters:
-        owner = adapter.tied_to or adapter.name
+        owner = adapter.first_name
         here = plan.is_local(mesh.pp_rank, adapter.name)
         if adapter.kept_in != TOKEN_ROWS or owner in rows or not here:
             continue
         base = plan.by_name[adapter.base]
-        share = shares[base.tied_to or base.name].contiguous()
+        share = shares[base.first_name].contiguous()
         # Gather all rows at once, because each row may be on any rank.
         whole = gather_full(share, base.shape, base.cuts, mesh)
         rows[owner] = whole[list(adapter.tokens)]
@@ -123,14 +123,14 @@ def keep_first_rows(model: nn.Module, plan: Plan, mesh: Mesh, rows: dict[str, Te
     trained rows, which replace them, are unmerged.
     """
     for adapter in plan.adapters:
-        owner = adapter.tied_to or adapter.name
+        owner = adapter.first_name
         if adapter.kept_in == TOKEN_ROWS and plan.is_local(mesh.pp_rank, adapter.name):
             name = adapter.name.rpartition(".")[2]
             put_original_rows(_layer(model, adapter), name, rows[owner].to(mesh.device, copy=True))
 
 
 def _layer(model: nn.Module, adapter: AdapterParameter) -> Any:
-    return layer_of_tokens(module_at(model, adapter.base.rpartition(".")[0]))
+    return layer_of_tokens(module_at(model, adapter.module))
 
 
 def install_token_rows(runtime: Runtime, sums: PartialSums) -> None:

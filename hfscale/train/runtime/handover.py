@@ -100,7 +100,7 @@ class Replaced:
             planned = plans.get(name)
             if old is None or id(old) in live:
                 continue
-            owner = name if planned is None else planned.tied_to or name
+            owner = name if planned is None else planned.first_name
             successor = _Successor(
                 owner, self._by, plans.get(owner), now.get(owner), runtime.mesh.ranks
             )
