@@ -139,19 +139,14 @@ def unload_local_weights(
     adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """Remove the adapters of a model whose sharding is undone, without merging them, and replace modules by their
-    trained copies. Return the same values as :func:`merge_local_weights`; collective.
+    trained copies. Return the same values as :func:`merge_local_weights`.
     """
     plan = runtime.plan
-    mesh = runtime.mesh
-    here = plan.local_names(mesh.pp_rank)
+    here = plan.local_names(runtime.mesh.pp_rank)
     for adapter in plan.adapters:
-        planned = plan.by_name[adapter.base]
-        base = planned.first_name
+        base = plan.by_name[adapter.base].first_name
         if adapter.kept_in == COPY and base in here and adapter.adapter in adapters.active:
-            copied = plan.by_name[adapter.first_name]
-            share = shares[copied.name].contiguous()
-            whole = gather_full(share, copied.model_shape(mesh.ranks), copied.data_cuts, mesh)
-            shares[base] = _cut_over_data(plan.by_name[base], whole, mesh.ranks)
+            shares[base] = shares[adapter.first_name]  # sharded like the weight
     put_back(runtime.model)
     for adapter in plan.adapters:
         shares.pop(adapter.name, None)
