@@ -444,11 +444,14 @@ class _NewAdapters:
         weights in their own dtype, by name within the module.
         """
         weights = {}
-        quantized = self.plan.quantized.weights if self.plan.quantized is not None else ()
         for key, parameter in module.named_parameters(recurse=False):
             planned = self.plan.by_name[f"{path}.{key}"]
             name = planned.name
-            share = self.dequantized(name) if name in quantized else self.shares[planned.first_name]
+            share = (
+                self.dequantized(name)
+                if name in self.plan.quantized_weights
+                else self.shares[planned.first_name]
+            )
             weights[key] = gather_full(
                 share.contiguous(), planned.shape, planned.cuts, self.mesh
             ).cpu()

@@ -164,7 +164,7 @@ def dequantized_weights(runtime: Runtime, dtype: torch.dtype) -> dict[str, Tenso
     plan = runtime.plan
     mesh = runtime.mesh
     shares: dict[str, Tensor] = {}
-    for name in plan.quantized.weights if plan.quantized is not None else ():
+    for name in plan.quantized_weights:
         if plan.is_local(mesh.pp_rank, name):
             whole = dequantized_share(runtime.model, plan, name).to(dtype)
             shares[name] = _cut_over_data(plan.by_name[name], whole, mesh.ranks)

@@ -234,23 +234,12 @@ def _refuse_quantized_copies(config: Any, plan: Plan) -> None:
     quantized = plan.quantized
     head = plan.head
     for wanted in getattr(config, "modules_to_save", None) or ():
-        inside = [
-            name
-            for name in (quantized.weights if quantized else ())
-            if f".{wanted}." in f".{name}."
-        ]
+        inside = [name for name in plan.quantized_weights if f".{wanted}." in f".{name}."]
         if inside and quantized is not None:
             # transformers matches prefixes of names, and a user's list replaces transformers' own list, which contains
             # the head.
             paths = [name[: f".{name}.".index(f".{wanted}.") + len(wanted)] for name in inside]
-            skipped = list(
-                dict.fromkeys(
-                    [
-                        *paths,
-                        *([head] if head is not None else []),
-                    ]
-                )
-            )
+            skipped = list(dict.fromkeys(paths if head is None else [*paths, head]))
             instead = (
                 f"leave it out of quantization, BitsAndBytesConfig(llm_int8_skip_modules={skipped})"
             )

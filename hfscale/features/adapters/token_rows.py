@@ -65,7 +65,6 @@ def refuse_unfit(plan: Plan) -> None:
     """Raise :class:`ConfigError` for ``trainable_token_indices`` that are outside of the vocabulary, that index a
     quantized weight, or (with several ranks) that contain a token twice.
     """
-    quantized = plan.quantized.weights if plan.quantized is not None else ()
     for adapter in plan.adapters:
         base = plan.by_name[adapter.base]
         strange = [token for token in adapter.tokens if not 0 <= token < base.shape[0]]
@@ -75,7 +74,7 @@ def refuse_unfit(plan: Plan) -> None:
                 f"{asked} from 0 to {base.shape[0] - 1}, got {strange[0]}: add the tokens to the model first, by "
                 "resize_token_embeddings=len(tokenizer)"
             )
-        if adapter.tokens and adapter.base in quantized and plan.quantized is not None:
+        if adapter.tokens and plan.quantized and adapter.base in plan.quantized.weights:
             raise ConfigError(
                 f"{asked} rows of a weight that is not quantized, got a weight that is {plan.quantized.described}: "
                 "leave this weight out of quantization, by llm_int8_skip_modules of the BitsAndBytesConfig"
