@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..._compat.peft import PREFIX, PROMPT, PROMPT_ENCODER, is_prefix
+from ..._compat.replaced import attribute_replaced
 from ..._compat.torch import own_modules
 from ..._compat.transformers.classes import class_name
 from ...config.parallel import UNCUT_SEQUENCES
@@ -145,20 +146,16 @@ def is_computed(whole: Any, name: str) -> bool:
     which these parameters cannot be restored.
     """
     return (
-        PROMPT_ENCODER in own_modules(whole) and len(list(_encoder(whole, name).parameters())) > 1
+        PROMPT_ENCODER in own_modules(whole)
+        and len(list(whole.prompt_encoder[name].parameters())) > 1
     )
-
-
-def _encoder(whole: Any, name: str) -> nn.Module:
-    encoder: nn.Module = whole.prompt_encoder[name]
-    return encoder
 
 
 def prompt_keys(whole: Any, name: str) -> dict[str, str]:
     """Map keys of a saved prompt to names in the plan. For an encoder that computes its prompt, the keys are the names
     in the plan.
     """
-    paths = [path for path, _ in _encoder(whole, name).named_parameters()]
+    paths = [path for path, _ in whole.prompt_encoder[name].named_parameters()]
     names = [f"{PROMPT_ENCODER}.{name}.{path}" for path in paths]
     return dict(
         zip(names if is_computed(whole, name) else ["prompt_embeddings"], names, strict=True)
@@ -172,18 +169,13 @@ def written_by_peft(config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Ten
     prefix = f"{PROMPT_ENCODER}."
     if not any(key.startswith(prefix) for key in tensors):
         return dict(tensors)
-    encoder = _encoder_class(config)(_to_train(config))
+    # In training mode, PEFT builds the full encoder; a saved config is in inference mode.
+    with attribute_replaced(config, "inference_mode", False):
+        encoder = _encoder_class(config)(config)
     own = {key.removeprefix(prefix).partition(".")[2]: held for key, held in tensors.items()}
     encoder.to(next(iter(own.values())).dtype).load_state_dict(own)
     with torch.no_grad():
         return {"prompt_embeddings": encoder(torch.arange(config.num_virtual_tokens)).contiguous()}
-
-
-def _to_train(config: Any) -> Any:
-    """Return the config in training mode, in which PEFT builds the full encoder; a saved one is in inference mode."""
-    made = copy.copy(config)
-    made.inference_mode = False
-    return made
 
 
 def _encoder_class(config: Any) -> Any:
