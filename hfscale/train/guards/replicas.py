@@ -26,13 +26,13 @@ from ...errors import CheckpointError, ConfigError
 from ...plan import ParameterPlan
 from ...plan.cut import share_spans
 from ..runtime import Runtime, local_tensor
+from ..runtime.batches import odd_numbers
 
 _WIDTHS = (64, 4096)
 # Relative to a tensor's largest entry: on a GPU, larger differences cannot come from rounding.
 _ROUNDINGS = 1e-3
 _LOOKED_AT = 16  # parameters whose drift is measured
 _ENTRIES = 256  # entries that are compared per parameter
-_MODULUS = 1 << 64
 
 _Place = tuple[tuple[tuple[int, int], ...], ...]
 """The position of a shard in its full parameter: for each dim, the intervals of indices. Shards of equal position are
@@ -162,14 +162,6 @@ def checksum(share: Tensor) -> Tensor:
             part * odd_numbers(torch.arange(len(part), device=part.device) + (salt << 48))
         ).sum()
     return total
-
-
-def odd_numbers(index: Tensor) -> Tensor:
-    """Return a different odd 64-bit number for each index, as weights of a checksum; overflow in the computation is
-    intended.
-    """
-    mixed = (index + 1) * (0x9E3779B97F4A7C15 - _MODULUS)
-    return ((mixed ^ (mixed >> 29)) * (0xBF58476D1CE4E5B9 - _MODULUS)) | 1
 
 
 def _is_replicated(runtime: Runtime, planned: ParameterPlan) -> bool:
