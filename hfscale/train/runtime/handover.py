@@ -192,8 +192,7 @@ def _refuse(
             f"{remedy}"
         )
     trained = any(old.requires_grad for old in held)
-    new = [old if id(old) not in found else found[id(old)].parameter for old in held]
-    here = [each for each in new if each is not None]
+    here = [new for old in held if (new := _now(old, found)) is not None]
     if trained and here and not any(each.requires_grad for each in here):
         raise ConfigError(
             f"{kind} must hold parameters that train, got {len(here)} parameters that {first.by} has frozen (for "
