@@ -182,13 +182,12 @@ class StockCode(Part):
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install the checks for stock code. They must be installed last, because they record the model as it is."""
         model = runtime.model
-        layout = runtime.mesh.layout
-        refuse_changes(model, layout)
+        refuse_changes(model, runtime.mesh.layout)
         # Transformers would save weights under the names of PEFT's wrappers.
-        if layout.total_size > 1 or runtime.plan.adapters:
+        if not runtime.is_alone or runtime.plan.adapters:
             model.save_pretrained = _saves_all_of_it(model, self._save)
         refuse_other_optimizers(runtime)
-        if layout.total_size == 1:
+        if runtime.is_alone:
             return
         refuse_stock_accelerator()
         refuse_stock_adapters()

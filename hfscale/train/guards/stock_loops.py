@@ -105,7 +105,7 @@ def _check_adapted(
     **_: Any,
 ) -> tuple[Any, ...]:
     runtime = find_runtime(model)
-    if runtime is not None and runtime.mesh.layout.total_size > 1:
+    if runtime is not None and not runtime.is_alone:
         raise ConfigError(
             f"{class_name(runtime.model)} is spread over {runtime.mesh.layout.describe()}, and PEFT's own "
             f"{type(wrapper).__name__} would treat this rank's shards as the full model: call "
@@ -117,7 +117,7 @@ def _check_adapted(
 def _check_models(accelerator: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     for given in () if getattr(accelerator, "serves_hfscale", False) else (*args, *kwargs.values()):
         runtime = find_runtime(given)
-        if runtime is not None and runtime.mesh.layout.total_size > 1:
+        if runtime is not None and not runtime.is_alone:
             raise ConfigError(
                 f"{class_name(runtime.model)} is spread over {runtime.mesh.layout.describe()} by hfscale, and "
                 "accelerate.Accelerator - the one inside transformers.Trainer and its subclasses too - treats every "
@@ -208,7 +208,7 @@ def refuse_other_optimizers(runtime: Runtime) -> None:
     on_host = offloaded(runtime.plan).optimizer
     _judged.clear()  # forget earlier results, because their parameters may have been replaced
     check_every_step(_check)
-    if layout.total_size == 1 and not on_host:
+    if runtime.is_alone and not on_host:
         return
     if runtime.mesh.data_world > 1:
         from .apart import watch_for_others
@@ -288,8 +288,8 @@ def _warn_of_other_blocks(optimizer: torch.optim.Optimizer) -> None:
         warnings.warn(
             f"{type(optimizer).__name__} keeps states in 8 bits, with a scale for each {BLOCK} entries of a shard: "
             f"over {apart[0].layout}, shards of {len(apart)} parameters (for example {apart[0].planned.name}) are not "
-            "whole blocks, so its steps differ from the steps of one process by rounding. hfscale.create_optimizer(model, "
-            "'adamw_8bit', lr=...) takes the same steps as one process",
+            "whole blocks, so its steps differ from the steps of one process by rounding. "
+            "hfscale.create_optimizer(model, 'adamw_8bit', lr=...) takes the same steps as one process",
             stacklevel=2,
         )
 

@@ -225,7 +225,7 @@ def check_optimizers(optimizers: Sequence[Any], runtimes: Sequence[Runtime]) -> 
     """
     for optimizer in optimizers:
         follow(optimizer)
-    spread = next((runtime for runtime in runtimes if runtime.mesh.layout.total_size > 1), None)
+    spread = next((runtime for runtime in runtimes if not runtime.is_alone), None)
     if spread is None:
         return
     own = {id(parameter) for runtime in runtimes for _, parameter in runtime.parameters()}

@@ -434,7 +434,7 @@ class Runtime:
         """Record that a caller passed ``model``, a module that contains the parallelized model, to an hfscale function.
         In one process, its other parameters are then trained and included in norms and saves.
         """
-        if self.mesh.layout.total_size == 1:
+        if self.is_alone:
             self._live.look_around(model)
 
     @property
@@ -444,11 +444,16 @@ class Runtime:
         """
         return self._live.outermost
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process holds the full model, and there are no other ranks."""
+        return self.mesh.layout.total_size == 1
+
     def latecomers(self) -> tuple[str, ...]:
         """Return the names of parameters that were added to the model after planning. Only in one process; over several
         ranks, return none.
         """
-        if self.mesh.layout.total_size > 1:
+        if not self.is_alone:
             return ()
         self.live_parameters()
         return tuple(
@@ -533,7 +538,7 @@ class Runtime:
         live = self.live_parameters()
         held = self.plan.local_names(self.mesh.pp_rank)
         here = [planned for planned in self.plan.owned() if planned.name in held]
-        if self.mesh.layout.total_size == 1:  # stock code may have removed modules
+        if self.is_alone:  # stock code may have removed modules
             here = [planned for planned in here if held[planned.name] in live]
         return [(planned, live[held[planned.name]]) for planned in here]
 
@@ -542,7 +547,7 @@ class Runtime:
         wrappers.
         """
         live = self._live.by_name()
-        if self.mesh.layout.total_size == 1 and self._live.changed():
+        if self.is_alone and self._live.changed():
             self._plan_anew(live)
         return live
 
