@@ -51,7 +51,7 @@ from .storage import (
     starts_by_products,
     stored_names,
 )
-from .token_rows import first_rows, keep_first_rows, wrap_local
+from .token_rows import first_rows, wrap_local
 from .whole_projections import shown_whole
 
 NOT_ADDED = "the adapter could not be added, and the model is as it was"
@@ -202,12 +202,7 @@ def attach_adapters(
                 made = first_prompt(model, whole, name, planned, mesh, shares)
         else:
             made = drawn.values(whole.get_base_model(), added, seed)
-        rows = first_rows(planned, mesh, shares)
-        keep_first_rows(model, planned, mesh, rows)
-        made |= {
-            owner: planned.by_name[owner].take(whole_rows, mesh.ranks).clone()
-            for owner, whole_rows in rows.items()
-        }
+        made |= first_rows(model, planned, mesh, shares)
         made.update(loaded)
     except Exception:  # restore the model without the adapter
         if beside is None:

@@ -98,34 +98,32 @@ def wrap_local(model: nn.Module, adapters: Sequence[AdapterParameter]) -> None:
             wrap_tokens(model, adapter.name, path, adapter.tokens, tied)
 
 
-def first_rows(plan: Plan, mesh: Mesh, shares: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the initial values ``[n, h]`` of this rank's trained token rows: copies of the rows of the weight that
-    they replace. Keys are names of parameters in the plan; tied parameters have one entry. Collective over the ranks
-    that hold a weight.
+def first_rows(
+    model: nn.Module, plan: Plan, mesh: Mesh, shares: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return this rank's shards of the initial values ``[n, h]`` of trained token rows: copies of the rows of the
+    weight that they replace. Keys are names of parameters in the plan; tied parameters have one entry. Collective over
+    the ranks that hold a weight.
+
+    Also store the original rows of each weight in its wrapper on this rank, so that PEFT can restore them when the
+    trained rows, which replace them, are unmerged.
     """
     rows: dict[str, Tensor] = {}
     for adapter in plan.adapters:
-        owner = adapter.first_name
-        here = plan.is_local(mesh.pp_rank, adapter.name)
-        if adapter.kept_in != TOKEN_ROWS or owner in rows or not here:
+        if adapter.kept_in != TOKEN_ROWS or not plan.is_local(mesh.pp_rank, adapter.name):
             continue
-        base = plan.by_name[adapter.base]
-        share = shares[base.first_name].contiguous()
-        # Gather all rows at once, because each row may be on any rank.
-        whole = gather_full(share, base.shape, base.cuts, mesh)
-        rows[owner] = whole[list(adapter.tokens)]
-    return rows
-
-
-def keep_first_rows(model: nn.Module, plan: Plan, mesh: Mesh, rows: dict[str, Tensor]) -> None:
-    """Store the original rows of each weight in its wrapper on this rank, so that PEFT can restore them when the
-    trained rows, which replace them, are unmerged.
-    """
-    for adapter in plan.adapters:
         owner = adapter.first_name
-        if adapter.kept_in == TOKEN_ROWS and plan.is_local(mesh.pp_rank, adapter.name):
-            name = adapter.name.rpartition(".")[2]
-            put_original_rows(_layer(model, adapter), name, rows[owner].to(mesh.device, copy=True))
+        if owner not in rows:
+            base = plan.by_name[adapter.base]
+            share = shares[base.first_name].contiguous()
+            # Gather all rows at once, because each row may be on any rank.
+            whole = gather_full(share, base.shape, base.cuts, mesh)
+            rows[owner] = whole[list(adapter.tokens)]
+        name = adapter.name.rpartition(".")[2]
+        put_original_rows(_layer(model, adapter), name, rows[owner].to(mesh.device, copy=True))
+    return {
+        owner: plan.by_name[owner].take(whole, mesh.ranks).clone() for owner, whole in rows.items()
+    }
 
 
 def _layer(model: nn.Module, adapter: AdapterParameter) -> Any:
