@@ -21,11 +21,12 @@ from transformers import PreTrainedConfig
 
 from .._compat.torch import passes_otherwise
 from .._compat.transformers.added_layers import without_added
+from ..config.environment import cache_directory
 from ..errors import PlanError
 from ..extensions import added, provided
 from .class_source import source_hash
 from .clone import PER_LAYER, tiny_clone
-from .kept_facts import KeptFacts, kept_facts
+from .kept_facts import KeptFacts
 from .names import wild_name
 
 _UNREAD = {
@@ -254,7 +255,7 @@ def prove(question: str, model: Any, **given: Any) -> tuple[Any, bool]:
     return json.loads(json.dumps(answer)), lasts
 
 
-_facts = Facts(kept_facts())
+_facts = Facts(KeptFacts(cache_directory()))
 
 
 def ask(
