@@ -58,7 +58,7 @@ def by_size(
     members: Sequence[Member],
     options: dict[str, Any],
     mesh: Mesh,
-    wide: Collection[str] = (),
+    wide: Collection[str],
 ) -> tuple[list[Member], list[Member], list[Member]]:
     """Divide the optimizer's parameters ``members`` into three lists: those with 8-bit states whose shards are updated
     in place, those with 8-bit states that are updated as full tensors, and those with 32-bit states. ``wide`` names

@@ -60,8 +60,8 @@ def data_axes(spread: bool) -> tuple[str, str]:
 def reductions_of(
     layout: ParallelConfig,
     cuts: Sequence[Cut],
-    partial: Sequence[str] = (),
-    stages: Sequence[int] = (),
+    partial: Sequence[str],
+    stages: Sequence[int],
 ) -> tuple[Reduction, ...]:
     """Return the reductions of a parameter's gradient, in the order in which they run.
 

@@ -154,11 +154,11 @@ def attach_adapters(
     mesh: Mesh,
     shares: dict[str, Tensor],
     *,
-    source: str | None = None,
+    source: str | None,
     name: str = "default",
-    seed: int | None = 0,
+    seed: int | None,
     autocast: bool = True,
-    fused: bool = True,
+    fused: bool,
     beside: Adapters | None = None,
 ) -> tuple[Adapters, Plan]:
     """Wrap the modules that ``config`` targets, and add the adapters' values to ``shares``, this rank's final shards by

@@ -88,9 +88,9 @@ def refuse_not_finite(runtime: Runtime) -> None:
 
 
 def merge_local_weights(
-    adapters: Any, runtime: Runtime, shares: dict[str, Tensor], names: Sequence[str] | None = None
+    adapters: Any, runtime: Runtime, shares: dict[str, Tensor], names: Sequence[str]
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Merge the adapters ``names`` (``None``: the active ones) into the weights of a model whose sharding is undone
+    """Merge the adapters ``names`` into the weights of a model whose sharding is undone
     (its parameters are local shards).
 
     ``shares`` are this rank's final shards of weights and adapters, and are changed in place. Restore the stock

@@ -39,8 +39,8 @@ def plan_with_adapters(
     template: nn.Module,
     config: Any,
     plan: Plan,
-    new: bool = True,
-    fused: bool = True,
+    new: bool,
+    fused: bool,
 ) -> Plan:
     """Return the plan with the adapters of ``config``, ``new`` or saved, in their final dtypes. PEFT wraps
     ``template``, the full model on the meta device, to find them.
@@ -79,8 +79,8 @@ def wrap_and_plan(
     template: nn.Module,
     config: Any,
     plan: Plan,
-    new: bool = True,
-    fused: bool = True,
+    new: bool,
+    fused: bool,
     name: str = "default",
     autocast: bool = True,
     beside: bool = False,
@@ -118,9 +118,7 @@ def wrap_and_plan(
     return whole, planned
 
 
-def plan_with(
-    whole: Any, adapters: Sequence[AdapterParameter], plan: Plan, fused: bool = True
-) -> Plan:
+def plan_with(whole: Any, adapters: Sequence[AdapterParameter], plan: Plan, fused: bool) -> Plan:
     """Return ``plan``, the plan of a model without adapters, plus the ``adapters`` of PEFT's model ``whole``."""
     planned = plan_adapters(plan, adapters)
     if fused and any(adapter.kept_in == LORA_A for adapter in adapters):
