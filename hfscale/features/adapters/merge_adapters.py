@@ -90,8 +90,8 @@ def refuse_not_finite(runtime: Runtime) -> None:
 def merge_local_weights(
     adapters: Any, runtime: Runtime, shares: dict[str, Tensor], names: Sequence[str]
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Merge the adapters ``names`` into the weights of a model whose sharding is undone
-    (its parameters are local shards).
+    """Merge the adapters ``names`` into the weights of a model whose sharding is undone (its parameters are local
+    shards).
 
     ``shares`` are this rank's final shards of weights and adapters, and are changed in place. Restore the stock
     modules, and return the stock model, on the meta device, and its shards. If merging fails on one rank, raise
