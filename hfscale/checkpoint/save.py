@@ -152,7 +152,7 @@ def _write(
         writer = None
         wrong = ""
         carried = dict[str, TensorOnDisk]()
-        if writing.is_writer(runtime.mesh):
+        if runtime.mesh.is_first:
             carried = (
                 staging.attempt(carried_tensors, runtime.model, again.form is not None) or carried
             )

@@ -28,7 +28,6 @@ from ...train.runtime.parameter_names import stock_name
 from ...train.runtime.writing import (
     Attempt,
     atomic_directory,
-    is_writer,
     not_finite,
     plainly,
     warn_of_not_finite,
@@ -443,7 +442,7 @@ def adapter_tensors(
     plan = runtime.plan
     names = {}
     only_factors = among is not None and among <= {adapter.name for adapter in plan.adapters}
-    if is_writer(runtime.mesh):
+    if runtime.mesh.is_first:
         _warn_of_experts(runtime)
         names = stored_names(whole, name, plan, False if only_factors else embeddings)
     owned: dict[str, list[str]] = {}
@@ -477,7 +476,7 @@ def save_adapter(
         )
         tensors = {key: tensor.clone() for key, tensor in arriving}
         tensors = written_by_peft(whole.peft_config[name], tensors)
-        if is_writer(runtime.mesh) and staging.failure is None:
+        if runtime.mesh.is_first and staging.failure is None:
             if files.safetensors:
                 save_file(tensors, staging.path / WEIGHTS, metadata={"format": "pt"})
             else:
