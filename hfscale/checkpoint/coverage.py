@@ -26,7 +26,7 @@ def check_coverage(
     transformers reports missing tensors only in its log, which scripts often switch off, and continues with random
     weights.
     """
-    stored = {plan.by_name[name].tied_to or name for name in found if name in plan.by_name}
+    stored = {plan.by_name[name].first_name for name in found if name in plan.by_name}
     owned = list(plan.owned())
     if not stored:
         first = f"begins with {sorted(keys)[0]!r}" if keys else "is empty"
