@@ -1,6 +1,5 @@
 """Compare the tensors of a checkpoint with the parameters of the model that is to be loaded from the checkpoint."""
 
-import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,8 +35,8 @@ def check_coverage(
             "(auto_class=...), or begin with random weights (hfscale.from_config)"
         )
     missing = [planned for planned in owned if planned.name not in stored]
-    lacking = sum(math.prod(planned.shape) for planned in missing)
-    share = lacking / sum(math.prod(planned.shape) for planned in owned)
+    lacking = sum(planned.numel for planned in missing)
+    share = lacking / sum(planned.numel for planned in owned)
     if tells and share > _MOST:
         warnings.warn(
             f"{directory} lacks {len(missing)} tensors of the model, {share:.0%} of the model's parameters: "

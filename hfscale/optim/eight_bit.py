@@ -10,7 +10,6 @@ If bitsandbytes treated every shard as a separate tensor, two things would diffe
 
 import warnings
 from collections.abc import Collection, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -70,14 +69,14 @@ def by_size(
         narrow = [
             member
             for member in members
-            if prod(member.planned.shape) >= threshold and member.planned.name not in wide
+            if member.planned.numel >= threshold and member.planned.name not in wide
         ]
     apart = [member for member in narrow if not flat_blocks_align(member.planned, BLOCK)]
     if apart and mesh.speaks_for_stage:
         names = [member.planned.name for member in apart]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        entries = sum(prod(member.planned.shape) for member in apart)
-        largest = max(prod(m.planned.shape) * m.parameter.element_size() for m in apart)
+        entries = sum(member.planned.numel for member in apart)
+        largest = max(m.planned.numel * m.parameter.element_size() for m in apart)
         warnings.warn(
             f"{name!r}: the shards of {shown} are not whole blocks of {BLOCK} entries, so these parameters are stepped "
             f"as full tensors: every step gathers weights and gradients of {entries:,} entries, one parameter at a "

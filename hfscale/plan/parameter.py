@@ -19,6 +19,7 @@ The kinds of reductions, which run over the ranks of one mesh ``axis``::
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Literal
 
 import torch
@@ -124,6 +125,11 @@ class ParameterPlan:
     def first_name(self) -> str:
         """The name under which shards and saves know the tensor, which may have several names."""
         return self.tied_to or self.name
+
+    @property
+    def numel(self) -> int:
+        """The number of entries of the full parameter."""
+        return prod(self.shape)
 
     def local_shape(self, ranks: dict[str, int]) -> tuple[int, ...]:
         """Return the parameter's shape on the rank at coordinates ``ranks`` (axis -> rank)."""

@@ -135,8 +135,8 @@ def render(plan: PlanContents) -> str:
         folded.setdefault((wild_name(parameter.name), *like), []).append(parameter)
     rows = [_row(group, plan) for group in folded.values()]
     title = (
-        f"{plan.family}: {sum(prod(parameter.shape) for parameter in plan.owned()):,} parameters "
-        f"({human(sum(prod(p.shape) * p.dtype.itemsize for p in plan.owned()))}) on {plan.layout.describe()}"
+        f"{plan.family}: {plan.parameter_count:,} parameters "
+        f"({human(sum(p.numel * p.dtype.itemsize for p in plan.owned()))}) on {plan.layout.describe()}"
     )
     ranks = f" = {plan.layout.total_size} ranks" if plan.layout.total_size > 1 else ""
     source = [f"blueprint: {plan.source}"] if plan.source else []

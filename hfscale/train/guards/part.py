@@ -5,7 +5,6 @@ error.
 import functools
 import inspect
 import logging
-import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -44,9 +43,7 @@ def count_whole(runtime: Runtime) -> None:
     """
     model = runtime.model
     plan = runtime.plan
-    adapters = {
-        adapter.name: math.prod(plan.by_name[adapter.name].shape) for adapter in plan.adapters
-    }
+    adapters = {adapter.name: plan.by_name[adapter.name].numel for adapter in plan.adapters}
 
     @functools.lru_cache
     def whole() -> tuple[dict[str, int], set[str]]:

@@ -22,7 +22,6 @@ two small DTensors, because some classes use operations that DTensor lacks.
 
 import functools
 import inspect
-import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -281,7 +280,7 @@ def _warn_of_other_blocks(optimizer: torch.optim.Optimizer) -> None:
     apart: list[_Held] = []
     for parameter, enough in parameters_in_8_bits(optimizer):
         part: _Held | None = getattr(parameter, _MARK, None)
-        if part is not None and part.planned.model_cuts and math.prod(part.planned.shape) >= enough:
+        if part is not None and part.planned.model_cuts and part.planned.numel >= enough:
             whole = flat_blocks_align(part.planned, BLOCK) and parameter.numel() >= enough
             apart += [] if whole else [part]
     if apart and apart[0].mesh.is_first:
