@@ -7,16 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from .blueprint import Block, Blueprint, in_layers
-from .common_blocks import LLAMA_ATTENTION, LLAMA_MLP
+from .common_blocks import LLAMA_ATTENTION, LLAMA_MLP, plain_mlp
 from .family_limits import UNWRITABLE
 from .fields import query_key_value
 
 # LLaMA's attention with norms of queries and keys, for families in which some layers read other layers' keys and values
 _GEMMA_ATTENTION = replace(LLAMA_ATTENTION, shared=("q_norm", "k_norm"), optional=True)
 # LLaMA's MLP with gate and up fused in one matrix
-_FUSED_MLP = Block(
-    column=("gate_up_proj",), row=("down_proj",), parts={"gate_up_proj": 2}, dropout=()
-)
+_FUSED_MLP = plain_mlp("gate_up_proj", "down_proj", parts={"gate_up_proj": 2})
 # A depthwise convolution between two gates
 _SHORT_CONVOLUTION = Block(
     column=("in_proj",),
@@ -74,12 +72,7 @@ def _mixture(
 
 DECODERS: dict[str, Blueprint] = {
     "apertus": _llama(
-        Block(
-            column=("up_proj",),
-            row=("down_proj",),
-            shared=("act_fn",),
-            dropout=(),
-        ),
+        plain_mlp("up_proj", "down_proj", shared=("act_fn",)),
         shared=("q_norm", "k_norm"),
     ),
     "bitnet": _llama(replace(LLAMA_MLP, across=("ffn_sub_norm",)), across=("attn_sub_norm",)),

@@ -6,7 +6,14 @@ encoder-decoder.
 from dataclasses import replace
 
 from .blueprint import Block, Blueprint, in_layers
-from .common_blocks import FC_MLP, FLAT_MLP, LLAMA_ATTENTION, LLAMA_MLP, OUT_PROJ_ATTENTION
+from .common_blocks import (
+    FC_MLP,
+    FLAT_MLP,
+    LLAMA_ATTENTION,
+    LLAMA_MLP,
+    OUT_PROJ_ATTENTION,
+    plain_mlp,
+)
 
 # BERT: residual and norm are inside `output`, after its dropout, so the block ends inside the attention module.
 # The MLP consists of two children of the layer. If `output` has a dropout, the sum over ranks is computed at the
@@ -19,12 +26,8 @@ _BERT_ATTENTION = Block(
     local_attributes=("self.all_head_size",),
     dropout=("attention_probs_dropout_prob",),
 )
-_BERT_MLP = Block(
-    column=("intermediate.dense",),
-    row=("output.dense",),
-    enter=("intermediate",),
-    leave=("output.dropout",),
-    dropout=(),
+_BERT_MLP = plain_mlp(
+    "intermediate.dense", "output.dense", enter=("intermediate",), leave=("output.dropout",)
 )
 # BERT's MLP whose output has no dropout, or uses the same dropout again later
 _BARE_MLP = replace(_BERT_MLP, leave=("output.dense",))
@@ -119,12 +122,8 @@ ENCODERS: dict[str, Blueprint] = {
                 leave=("output_dropout",),
                 dropout=("attention_probs_dropout_prob",),
             ),
-            "albert_layers.0": Block(
-                column=("ffn",),
-                row=("ffn_output",),
-                enter=("ffn",),
-                leave=("ffn_output",),
-                dropout=(),
+            "albert_layers.0": plain_mlp(
+                "ffn", "ffn_output", enter=("ffn",), leave=("ffn_output",)
             ),
         },
         unfit=lambda config: (
@@ -151,7 +150,7 @@ ENCODERS: dict[str, Blueprint] = {
     "distilbert": in_layers(
         "transformer.layer",
         attention=Block(column=("q_lin", "k_lin", "v_lin"), row=("out_lin",)),
-        ffn=Block(column=("lin1",), row=("lin2",), dropout=()),
+        ffn=plain_mlp("lin1", "lin2"),
     ),
     "mobilebert": _MOBILEBERT,
     "vit": in_layers("layers", attention=_VIT_ATTENTION, mlp=FC_MLP),

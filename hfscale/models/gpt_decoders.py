@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from .blueprint import Block, Blueprint, in_layers
-from .common_blocks import FLAT_MLP, OUT_PROJ_ATTENTION
+from .common_blocks import FLAT_MLP, OUT_PROJ_ATTENTION, plain_mlp
 
 # GPT-2's attention and MLP, and the MLP of GPT-J
 _GPT_ATTENTION = Block(column=("c_attn",), row=("c_proj",), dropout=("attn_pdrop",))
-_GPT_MLP = Block(column=("c_fc",), row=("c_proj",), dropout=())
-_GPTJ_MLP = Block(column=("fc_in",), row=("fc_out",), dropout=())
+_GPT_MLP = plain_mlp("c_fc", "c_proj")
+_GPTJ_MLP = plain_mlp("fc_in", "fc_out")
 # The attention of GPT-NeoX, every head's query, key and value side by side, and its MLP
 _NEOX_ATTENTION = Block(column=("query_key_value",), row=("dense",))
-_NEOX_MLP = Block(column=("dense_h_to_4h",), row=("dense_4h_to_h",), dropout=())
+_NEOX_MLP = plain_mlp("dense_h_to_4h", "dense_4h_to_h")
 
 
 def _flat(layers: str, mlp: Block = FLAT_MLP, **attention: Any) -> Blueprint:
@@ -67,7 +67,7 @@ GPT_DECODERS: dict[str, Blueprint] = {
         multi_head_attention=Block(
             column=("Wq", "Wk", "Wv"), row=("dense",), enter=("Wq", "Wk", "Wv"), dropout=()
         ),
-        ffn=Block(column=("0",), row=("2",), dropout=()),
+        ffn=plain_mlp("0", "2"),
     ),
     "falcon": in_layers(
         "h",
@@ -133,12 +133,7 @@ GPT_DECODERS: dict[str, Blueprint] = {
             dropout=("attn_config.attn_pdrop",),
         ),
         # the block adds the residual
-        ffn=Block(
-            column=("up_proj",),
-            row=("down_proj",),
-            leave=("down_proj",),
-            dropout=(),
-        ),
+        ffn=plain_mlp("up_proj", "down_proj", leave=("down_proj",)),
     ),
     "openai-gpt": in_layers(
         "h",
