@@ -122,8 +122,7 @@ class SharedBatch(Part):
     loop that calls the model without ``train_step``.
     """
 
-    def __init__(self) -> None:
-        self._first: RemovableHandle | None = None
+    _first: RemovableHandle | None = None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Add a hook that compares the first batch of a plain loop between the ranks that must get the same batch. The
