@@ -369,7 +369,7 @@ def _vocabulary(runtime: Runtime, batches: Sequence[Batch]) -> int | None:
         on_host = all(each is None or each.device.type == "cpu" for each in ids)
         if not on_host or runtime.mesh.control is None:
             return None
-    return shape[0] + (0 if runtime.adapters is None else runtime.adapters.tokens_in_front(runtime))
+    return shape[0] + (0 if runtime.prompt is None else runtime.prompt.tokens)
 
 
 def _refuse_outside(runtime: Runtime, outside: int) -> None:
@@ -397,8 +397,8 @@ def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> l
             f"a batch must have at least one row on every rank for {asks}, got none on this rank: pass at least one "
             "row"
         )
-    if runtime.adapters is not None:
-        filled = [runtime.adapters.in_front(runtime, microbatch) for microbatch in filled]
+    if runtime.prompt is not None:
+        filled = list(map(runtime.prompt.in_front, filled))
     shared = list(map(Microbatch, runtime.executor.share_out(filled)))
     for microbatch in shared:
         microbatch.parts = len(shared) // len(given)

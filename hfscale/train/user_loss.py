@@ -295,8 +295,7 @@ class UserLoss:
         """
         runtime = self._runtime
         refuse_without_flush(runtime, "loss_fn")
-        adapters = runtime.adapters
-        prompted = adapters is not None and adapters.tokens_in_front(runtime) > 0
+        prompted = runtime.prompt is not None and runtime.prompt.tokens > 0
         if prompted and runtime.mesh.layout.cuts_sequences:
             raise ConfigError(
                 "loss_fn needs rows whose tokens are on one rank if an adapter adds a prompt before them, got "
@@ -350,10 +349,10 @@ class UserLoss:
         front of each row.
         """
         given = self._given[index]
-        adapters = self._runtime.adapters
-        if adapters is None:
+        prompt = self._runtime.prompt
+        if prompt is None:
             return given
-        own = adapters.without_prompt(self._runtime, given)
+        own = prompt.without(given)
         return given if own is given else given.like(own)
 
     def _read(self, found: Any) -> tuple[Tensor | None, Tensor | float]:

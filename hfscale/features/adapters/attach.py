@@ -26,7 +26,7 @@ from ...distributed.ops.quantized_weights import encodings_of, shown_decoded
 from ...distributed.process_groups import add_ties
 from ...errors import ConfigError, PlanError
 from ...plan import AdapterParameter, Plan
-from ...train.runtime import Batch, Part, Runtime
+from ...train.runtime import Part, Runtime
 from ...train.runtime.parameter_names import owner_of, parameter_at, unwrapped
 from ...train.runtime.shards import LocalWeights, gather_full
 from ...train.runtime.writing import all_or_none
@@ -34,14 +34,7 @@ from .adapter_edges import install_adapter_edges
 from .adapter_structure import guard_methods, inject_alone, narrowed, quietly, targets_of
 from .merge_adapters import dequantized_share, put_back
 from .planned import type_beside, wrap_and_plan
-from .prompts import (
-    around_local,
-    first_prompt,
-    in_front,
-    install_prompts,
-    tokens_in_front,
-    without_prompt,
-)
+from .prompts import around_local, first_prompt, install_prompts
 from .several import directories_of, saved_directories
 from .shared_values import buffer_names, share_fixed, stored_buffers
 from .storage import (
@@ -128,18 +121,6 @@ class Adapters(Part):
         keys = {key: f"weights/{plan.by_name[name].first_name}" for name, key in parameters.items()}
         fixed = stored_buffers(self.whole, adapter)
         return keys | {key: f"buffers/{name}" for key, name in fixed.items()}
-
-    def in_front(self, runtime: Runtime, batch: Batch) -> Batch:
-        """Return the batch with the prompt's tokens before every row, or unchanged if the model has no prompt."""
-        return in_front(runtime.plan, self.peft_model, batch)
-
-    def without_prompt(self, runtime: Runtime, batch: Batch) -> Batch:
-        """Return a batch without the prompt's tokens before its rows."""
-        return without_prompt(runtime.plan, self.peft_model, batch)
-
-    def tokens_in_front(self, runtime: Runtime) -> int:
-        """Return how many tokens the prompt adds before each row; 0 without a prompt."""
-        return tokens_in_front(runtime.plan, self.peft_model)
 
     def buffer_names(self) -> dict[str, str]:
         """Map this rank's names of the wrappers' buffers to names that are equal on all ranks."""

@@ -18,6 +18,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from ...train.runtime.shards import gather_full
 from .adapter_structure import quietly
 from .plan import prompt_of
 
-_COUNTED = ("position_ids", "token_type_ids")
+_REFUSED = ("position_ids", "token_type_ids", "shift_labels")
 _FILLERS = {"labels": -100, "attention_mask": 1}
 """Fields that a prompt makes longer, in addition to the ids, and their values at the prompt's tokens."""
 
@@ -184,61 +185,66 @@ def _encoder_class(config: Any) -> Any:
     return PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
 
 
-def tokens_in_front(plan: Plan, peft_model: Any) -> int:
-    """Return how many prompt tokens the model inserts before each row; 0 for prefixes."""
-    if prompt_of(plan) != PROMPT or not peft_model.has_active_enabled_adapter:
-        return 0
-    return int(peft_model.active_peft_config.num_virtual_tokens)
+@dataclass(frozen=True)
+class Prompt:
+    """Add a model's prompt to batches, and remove it: see :class:`hfscale.train.runtime.runtime.PromptAxis`."""
 
+    plan: Plan
+    peft_model: Any
 
-def in_front(plan: Plan, peft_model: Any, batch: Batch) -> Batch:
-    """Return a batch with the prompt's ids before every row. The attention mask includes them; their labels are
-    ignored.
+    @property
+    def tokens(self) -> int:
+        """How many prompt tokens the model inserts before each row; 0 for prefixes, and while the prompt is off."""
+        if prompt_of(self.plan) != PROMPT or not self.peft_model.has_active_enabled_adapter:
+            return 0
+        return int(self.peft_model.active_peft_config.num_virtual_tokens)
 
-    Raises:
-        ConfigError: the batch has no ``input_ids``, or has positions, token types, shifted labels or a 4-dim mask.
-    """
-    kind = prompt_of(plan)
-    # Inside of PEFT's ``disable_adapter()``, prompts are off.
-    if kind is None or not peft_model.has_active_enabled_adapter:
-        return batch
-    ids = batch.get("input_ids")
-    mask = batch.get("attention_mask")
-    strange = [name for name in _COUNTED if batch.get(name) is not None]
-    strange += ["shift_labels"] if batch.get("shift_labels") is not None else []
-    strange += ["attention_mask [b, heads, s, s]"] if mask is not None and mask.ndim != 2 else []
-    if ids is None or strange:
-        raise ConfigError(
-            "a batch for a model with a prompt must have only input_ids, labels and attention_mask [batch, sequence], "
-            f"got {', '.join(strange or batch)}: leave other fields out, and do not pack several documents into one row"
-        )
-    if kind == PREFIX or plan.lookup_shape is None:
-        return batch
-    count = tokens_in_front(plan, peft_model)
-    known = plan.lookup_shape[0]
-    virtual = torch.arange(known, known + count, device=ids.device, dtype=ids.dtype)
-    # Ids outside of the vocabulary must not become ids of the prompt.
-    shown = torch.where(ids >= known, ids + count, ids)
-    longer = {**batch, "input_ids": torch.cat((virtual.expand(len(ids), count), shown), 1)}
-    for name, filler in _FILLERS.items():
-        if (given := batch.get(name)) is not None:
-            longer[name] = F.pad(given, (count, 0), value=filler)
-    return longer
+    def in_front(self, batch: Batch) -> Batch:
+        """Return a batch with the prompt's ids before every row. The attention mask includes them; their labels are
+        ignored. The batch stays unchanged for prefixes, and while the prompt is off.
 
+        Raises:
+            ConfigError: the batch has no ``input_ids``, or has positions, token types, shifted labels or a 4-dim mask.
+        """
+        if not self.peft_model.has_active_enabled_adapter:  # inside of ``disable_adapter()``
+            return batch
+        ids = batch.get("input_ids")
+        mask = batch.get("attention_mask")
+        strange = [name for name in _REFUSED if batch.get(name) is not None]
+        if mask is not None and mask.ndim != 2:
+            strange.append("attention_mask [b, heads, s, s]")
+        if ids is None or strange:
+            raise ConfigError(
+                "a batch for a model with a prompt must have only input_ids, labels and attention_mask [batch, "
+                f"sequence], got {', '.join(strange or batch)}: leave other fields out, and do not pack several "
+                "documents into one row"
+            )
+        count = self.tokens
+        if not count or self.plan.lookup_shape is None:
+            return batch
+        known = self.plan.lookup_shape[0]
+        virtual = torch.arange(known, known + count, device=ids.device, dtype=ids.dtype)
+        # Ids outside of the vocabulary must not become ids of the prompt.
+        shown = torch.where(ids >= known, ids + count, ids)
+        longer = {**batch, "input_ids": torch.cat((virtual.expand(len(ids), count), shown), 1)}
+        for name, filler in _FILLERS.items():
+            if (given := batch.get(name)) is not None:
+                longer[name] = F.pad(given, (count, 0), value=filler)
+        return longer
 
-def without_prompt(plan: Plan, peft_model: Any, batch: Batch) -> Batch:
-    """Return a batch without the prompt's tokens before its rows: the inverse of :func:`in_front`."""
-    count = tokens_in_front(plan, peft_model)
-    if not count or plan.lookup_shape is None:
-        return batch
-    own = {
-        name: batch[name][:, count:]
-        for name in ("input_ids", *_FILLERS)
-        if batch.get(name) is not None
-    }
-    ids = own["input_ids"]
-    known = plan.lookup_shape[0]
-    return {**batch, **own, "input_ids": torch.where(ids >= known, ids - count, ids)}
+    def without(self, batch: Batch) -> Batch:
+        """Return a batch without the prompt's tokens before its rows: the inverse of :meth:`in_front`."""
+        count = self.tokens
+        if not count or self.plan.lookup_shape is None:
+            return batch
+        own = {
+            name: batch[name][:, count:]
+            for name in ("input_ids", *_FILLERS)
+            if batch.get(name) is not None
+        }
+        ids = own["input_ids"]
+        known = self.plan.lookup_shape[0]
+        return {**batch, **own, "input_ids": torch.where(ids >= known, ids - count, ids)}
 
 
 def install_prompts(runtime: Runtime, peft_model: Any) -> None:
@@ -251,6 +257,8 @@ def install_prompts(runtime: Runtime, peft_model: Any) -> None:
     forward = model.forward
     names = list(inspect.signature(forward).parameters)
     put = _prefix(runtime, peft_model) if kind == PREFIX else _tokens(runtime, peft_model)
+    prompt = Prompt(plan, peft_model)
+    runtime.prompt = prompt
 
     @functools.wraps(forward)
     def behind(*args: Any, **kwargs: Any) -> Any:
@@ -258,7 +266,7 @@ def install_prompts(runtime: Runtime, peft_model: Any) -> None:
         if not peft_model.has_active_enabled_adapter:
             return forward(**given)
         if not in_prepared_pass.get():
-            given = in_front(plan, peft_model, given)
+            given = prompt.in_front(given)
         return forward(**put(dict(given)))
 
     def refuse(*_: Any, **__: Any) -> None:

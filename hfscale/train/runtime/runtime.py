@@ -302,7 +302,6 @@ class SequenceAxis:
 class AdapterAxis(Protocol):
     """Define the interface by which other code reads the adapters that PEFT has added to a model."""
 
-    peft_model: Any  # PEFT's model around this rank's model
     whole: Any  # PEFT's model around the full model, on the meta device
     stock_plan: Plan  # the plan without adapters
     source: (
@@ -331,18 +330,21 @@ class AdapterAxis(Protocol):
         """Read a saved adapter from ``directory``, and return this rank's shards by name."""
         ...
 
-    def in_front(self, runtime: "Runtime", batch: Batch) -> Batch:
-        """Return the batch with the trained prompt's tokens in front of each row; unchanged if the adapter is not a
-        prompt (as in prompt tuning).
-        """
+
+class PromptAxis(Protocol):
+    """Define the interface by which steps add a trained prompt (as in prompt tuning) to batches."""
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens the prompt puts in front of each row; 0 for prefixes, and while it is off."""
         ...
 
-    def without_prompt(self, runtime: "Runtime", batch: Batch) -> Batch:
-        """Return the batch without the trained prompt's tokens that :meth:`in_front` has put in front of each row."""
+    def in_front(self, batch: Batch) -> Batch:
+        """Return the batch with the prompt's tokens in front of each row."""
         ...
 
-    def tokens_in_front(self, runtime: "Runtime") -> int:
-        """Return how many tokens a trained prompt (prompt tuning) puts in front of each row; 0 without a prompt."""
+    def without(self, batch: Batch) -> Batch:
+        """Return the batch without the tokens that :meth:`in_front` has put in front of each row."""
         ...
 
 
@@ -399,6 +401,7 @@ class Runtime:
     # Whether the optimizer preserves small updates of 16-bit weights.
     keeps_small_updates: bool = False
     adapters: AdapterAxis | None = None
+    prompt: PromptAxis | None = None  # the prompt that the adapters train
     streams: RandomAxis | None = None
     observer: PassObserver | None = None  # an optimizer's measurements of training passes
     # The id of the run, stored in its saved states; empty before it saves or loads one.
