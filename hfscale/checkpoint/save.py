@@ -70,9 +70,7 @@ def save_pretrained(
     call = f"save_pretrained({str(directory)!r})"
     if quantization is None and by_peft.save(runtime, model, target):
         return
-    refuse_without_around(
-        runtime, model, call, "save those by model.save_pretrained or torch.save, in one process"
-    )
+    refuse_without_around(runtime, model, call)
     with _together(runtime, target, call, timeout, check_replicas):
         again = QuantizedAgain() if quantization is None else _again(runtime, quantization)
         if (adapters := runtime.adapters) is not None:

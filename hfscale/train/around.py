@@ -61,15 +61,16 @@ def refuse_trained_around(runtime: Runtime, model: nn.Module) -> None:
     )
 
 
-def refuse_without_around(runtime: Runtime, model: nn.Module, call: str, instead: str) -> None:
+def refuse_without_around(runtime: Runtime, model: nn.Module, call: str) -> None:
     """Raise :class:`ConfigError` if the save named ``call`` would omit trained parameters that were added in or around
-    the model after it was built; ``instead`` is what the error recommends.
+    the model after it was built.
     """
     trained = list(trained_around(runtime, model))
     if trained:
         raise ConfigError(
             f"{call} writes {class_name(runtime.model)} as it was built, and would omit trainable parameters that "
-            f"were added later to the model or to a wrapper of it ({', '.join(trained[:3])}): {instead}"
+            f"were added later to the model or to a wrapper of it ({', '.join(trained[:3])}): save those by "
+            "model.save_pretrained or torch.save, in one process"
         )
 
 
