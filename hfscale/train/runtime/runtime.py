@@ -414,8 +414,6 @@ class Runtime:
         self.executor, self.contents = Executor(self), ModuleContents(self.model)
         self._live = LiveParameters(self.model, self.contents)
         self._planned = self.plan  # the plan without parameters that were added later
-        self._parts_seen = self.parts
-        self._implementing = dict[str, tuple[Part, ...]]()  # hook -> the parts that implement it
         planned = self.plan.feature(OwnLossPlan)
         if planned is not None:
             self.loss = OwnLoss(planned, class_name(self.model))
@@ -479,15 +477,8 @@ class Runtime:
         """Return the installed features whose class implements the given hook of :class:`Part`, in the order of
         installation.
         """
-        if self._parts_seen is not self.parts:  # stock code has removed a part
-            self._parts_seen = self.parts
-            self._implementing.clear()
         name = hook.__name__
-        if name not in self._implementing:
-            self._implementing[name] = tuple(
-                part for part in self.parts if getattr(type(part), name) is not hook
-            )
-        return self._implementing[name]
+        return tuple(part for part in self.parts if getattr(type(part), name) is not hook)
 
     @contextmanager
     def around(self, hook: Hook, *args: Any) -> Iterator[None]:
