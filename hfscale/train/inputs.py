@@ -32,6 +32,7 @@ from .runtime.batches import (
     to_device,
     total_of,
 )
+from .runtime.runtime import Reports
 
 # Indices into embedding tables.
 _INDICES = (
@@ -327,25 +328,23 @@ def _agreed(
     # Not with microbatches in flight: then stages are in different steps.
     compares = not (train and executor.under_way)
     sharing = runtime.mesh.sharing if compares else None
-    reports = executor.reports if compares else None
+    reports = executor.reports if compares else Reports()
     given = list[Microbatch]()
     seen = None
     refused = None
-    told: tuple[list[int], list[Tensor]] = [], []
     try:
         given = _microbatches(runtime, microbatches_of(batch, routes), loss)
-        told = told if reports is None else reports.numbers_to_compare(train)
+        told = reports.numbers_to_compare(train)
         seen = look_at(
             given, loss.count_labels, hashed=sharing is not None, tokens=_vocabulary(runtime, given)
         )
     except ConfigError as error:  # the other ranks must not wait for this rank
         refused = error
-        told = told if reports is None else reports.numbers_to_compare(False)
+        told = reports.numbers_to_compare(False)
     rows, ranks = agree(given, seen, train, sharing, *told)
     if refused is not None:
         raise refused
-    if reports is not None:
-        reports.compare_numbers(ranks)
+    reports.compare_numbers(ranks)
     return given, rows
 
 

@@ -137,12 +137,24 @@ class Part:
         """Restore this feature's state, as :meth:`state` returned it; not called if the state was empty."""
 
 
+class Reports:
+    """Exchange further numbers when a step begins with a comparison of the batches of ranks that share a batch. By
+    default, there are none.
+    """
+
+    def numbers_to_compare(self, train: bool) -> tuple[list[int], list[Tensor]]:
+        """Return the numbers that this rank sends: integers, and tensors on a device."""
+        return [], []
+
+    def compare_numbers(self, told: list[list[int]]) -> None:
+        """Check the numbers ``told`` by each rank, in the order of ranks."""
+
+
 class Executor:
     """Run a step's microbatches one after another."""
 
     under_way = False  # whether microbatches of earlier steps are in flight
-    # what ranks that share a batch exchange as they compare it; ``None``: nothing besides
-    reports: "Reports | None" = None
+    reports = Reports()  # what ranks that share a batch exchange as they compare it
 
     def __init__(self, runtime: "Runtime") -> None:
         self._runtime = runtime
@@ -219,18 +231,6 @@ class Executor:
         """Raise :class:`ConfigError` if a user's own loop cannot call the model directly, since pipeline stages run
         only in training steps. ``call`` names what the user called.
         """
-
-
-class Reports(Protocol):
-    """Exchange further numbers when a step begins with a comparison of the batches of ranks that share a batch."""
-
-    def numbers_to_compare(self, train: bool) -> tuple[list[int], list[Tensor]]:
-        """Return the numbers that this rank sends: integers, and tensors on a device."""
-        ...
-
-    def compare_numbers(self, told: list[list[int]]) -> None:
-        """Check the numbers ``told`` by each rank, in the order of ranks."""
-        ...
 
 
 class DataAxes:
