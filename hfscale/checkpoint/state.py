@@ -185,8 +185,8 @@ def taken_now(
     """Wait for the previous save, and collect what this rank writes of the run's present state; ``target`` is the
     directory of the new state. Collective.
     """
-    if (streams := runtime.streams) is not None and not streams.agreed:
-        streams.synchronize(runtime)
+    if not runtime.streams.agreed:
+        runtime.streams.synchronize(runtime)
     with all_or_none(runtime.mesh, f"{target} could not be written"):
         wait_for_saves()
         runtime.data.release()  # otherwise, weights that FSDP2 has gathered would be saved as shards

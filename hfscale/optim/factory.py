@@ -17,6 +17,7 @@ from ..plan import ParameterPlan
 from ..plan.feature_plans import offloaded, refuse_aside
 from ..train.around import refuse_trained_around
 from ..train.runtime import Runtime, runtime_of
+from ..train.runtime.runtime import PassObserver
 from . import adafactor, muon
 from .added_options import Added, split_options
 from .catalog import OptimizerChoice, Options, find_choice, parse_arguments
@@ -202,7 +203,7 @@ class _Order:
         ``defaults``. The function ``steppers`` gets the optimizer's parameters and the completed groups, and returns
         the objects that update the parameters.
         """
-        self.runtime.observer = None  # belongs to an earlier optimizer
+        self.runtime.observer = PassObserver()  # the present one belongs to an earlier optimizer
         full = [{**defaults, **group} for group in groups]
         members = members_of(full, self.plans)
         made = list(steppers(members, full))

@@ -368,7 +368,7 @@ def _vocabulary(runtime: Runtime, batches: Sequence[Batch]) -> int | None:
         on_host = all(each is None or each.device.type == "cpu" for each in ids)
         if not on_host or runtime.mesh.control is None:
             return None
-    return shape[0] + (0 if runtime.prompt is None else runtime.prompt.tokens)
+    return shape[0] + runtime.prompt.tokens
 
 
 def _refuse_outside(runtime: Runtime, outside: int) -> None:
@@ -389,15 +389,14 @@ def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> l
         check_microbatch(runtime, microbatch, loss)
         filled.append(_without_gaps(runtime, microbatch))
     asks = "" if loss.needs_labels else "loss_fn"
-    if runtime.observer is not None and runtime.model.training and torch.is_grad_enabled():
-        asks = runtime.observer.needs_rows
+    if runtime.model.training and torch.is_grad_enabled():
+        asks = runtime.observer.needs_rows or asks
     if asks and any(new is not old for new, old in zip(filled, given, strict=True)):
         raise ConfigError(
             f"a batch must have at least one row on every rank for {asks}, got none on this rank: pass at least one "
             "row"
         )
-    if runtime.prompt is not None:
-        filled = list(map(runtime.prompt.in_front, filled))
+    filled = list(map(runtime.prompt.in_front, filled))
     shared = list(map(Microbatch, runtime.executor.share_out(filled)))
     for microbatch in shared:
         microbatch.parts = len(shared) // len(given)

@@ -295,8 +295,7 @@ class UserLoss:
         """
         runtime = self._runtime
         refuse_without_flush(runtime, "loss_fn")
-        prompted = runtime.prompt is not None and runtime.prompt.tokens > 0
-        if prompted and runtime.mesh.layout.cuts_sequences:
+        if runtime.prompt.tokens and runtime.mesh.layout.cuts_sequences:
             raise ConfigError(
                 "loss_fn needs rows whose tokens are on one rank if an adapter adds a prompt before them, got "
                 f"{runtime.mesh.layout.describe()}, where ranks share a row and its prompt: leave loss_fn out, or use "
@@ -349,10 +348,7 @@ class UserLoss:
         front of each row.
         """
         given = self._given[index]
-        prompt = self._runtime.prompt
-        if prompt is None:
-            return given
-        own = prompt.without(given)
+        own = self._runtime.prompt.without(given)
         return given if own is given else given.like(own)
 
     def _read(self, found: Any) -> tuple[Tensor | None, Tensor | float]:

@@ -38,6 +38,7 @@ from ...plan.feature_plans import recomputed
 from ...train.runtime import Batch, Runtime
 from ...train.runtime.batches import in_prepared_pass
 from ...train.runtime.parameter_names import module_at, put_buffer
+from ...train.runtime.runtime import PromptAxis
 from ...train.runtime.shards import gather_full
 from .adapter_structure import quietly
 from .plan import prompt_of
@@ -186,8 +187,8 @@ def _encoder_class(config: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """Add a model's prompt to batches, and remove it: see :class:`hfscale.train.runtime.runtime.PromptAxis`."""
+class Prompt(PromptAxis):
+    """Add a model's prompt to batches, and remove it."""
 
     plan: Plan
     peft_model: Any

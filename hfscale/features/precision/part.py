@@ -232,8 +232,7 @@ class LossScaling(Part):
         if self.overflowed:
             for parameter in parameters:
                 parameter.grad = None
-            if runtime.observer is not None:
-                runtime.observer.drop()
+            runtime.observer.drop()
             self.scale = self.scale * how.backoff_factor
             self.growth = 0
             self.skipped = self.skipped + 1

@@ -102,9 +102,8 @@ class TrainerRandomStreams:
         if self._left_off is None:
             return
         restore_random_states(self._mesh, self._left_off)
-        if self._runtime.streams is not None:
-            # Otherwise the first step would reseed all batches' streams except the first's.
-            self._runtime.streams.agreed = True
+        # Otherwise the first step would reseed all batches' streams except the first's.
+        self._runtime.streams.agreed = True
 
     def follow(self, handler: CallbackHandler) -> None:
         """Run this object's hook at the beginning of each epoch, after all callbacks, without appearing in the user's

@@ -331,42 +331,43 @@ class AdapterAxis(Protocol):
         ...
 
 
-class PromptAxis(Protocol):
-    """Define the interface by which steps add a trained prompt (as in prompt tuning) to batches."""
+class PromptAxis:
+    """Define how steps add a trained prompt (as in prompt tuning) to batches. By default, there is no prompt."""
 
     @property
     def tokens(self) -> int:
         """Return how many tokens the prompt puts in front of each row; 0 for prefixes, and while it is off."""
-        ...
+        return 0
 
     def in_front(self, batch: Batch) -> Batch:
         """Return the batch with the prompt's tokens in front of each row."""
-        ...
+        return batch
 
     def without(self, batch: Batch) -> Batch:
         """Return the batch without the tokens that :meth:`in_front` has put in front of each row."""
-        ...
+        return batch
 
 
-class RandomAxis(Protocol):
+class RandomAxis:
     """Define how the random streams of ranks that get the same batch are synchronized: the ranks draw equal numbers
-    (dropout of replicated values), or different numbers where they compute different values.
+    (dropout of replicated values), or different numbers where they compute different values. By default, there is
+    nothing to synchronize.
     """
 
-    agreed: bool  # whether the ranks have the same streams; otherwise they synchronize before the next step
+    agreed = True  # whether the ranks have the same streams; otherwise they synchronize before the next step
 
     def synchronize(self, runtime: "Runtime") -> None:
         """Synchronize the streams, before the first training step and after the user's seeding; collective."""
 
 
-class PassObserver(Protocol):
-    """Define the interface of measurements that an optimizer makes in training passes between its steps, such as
-    QK-clip's attention scores.
+class PassObserver:
+    """Define the measurements that an optimizer makes in training passes between its steps, such as QK-clip's
+    attention scores. By default, there are none.
     """
 
-    needs_rows: str
+    needs_rows = ""
     """A text that completes the error for a rank whose batch has no rows: the optimizer's name, and why its
-    measurements must not run on rows of padding.
+    measurements must not run on rows of padding. Empty if such batches are accepted.
     """
 
     def drop(self) -> None:
@@ -401,9 +402,9 @@ class Runtime:
     # Whether the optimizer preserves small updates of 16-bit weights.
     keeps_small_updates: bool = False
     adapters: AdapterAxis | None = None
-    prompt: PromptAxis | None = None  # the prompt that the adapters train
-    streams: RandomAxis | None = None
-    observer: PassObserver | None = None  # an optimizer's measurements of training passes
+    prompt: PromptAxis = field(default_factory=PromptAxis)  # the prompt that the adapters train
+    streams: RandomAxis = field(default_factory=RandomAxis)
+    observer: PassObserver = field(default_factory=PassObserver)  # an optimizer's measurements
     # The id of the run, stored in its saved states; empty before it saves or loads one.
     run: str = ""
     stored_layout: Any = (
