@@ -37,11 +37,7 @@ def from_last_stage(
     if here:
         outputs = [{name: tensor.contiguous() for name, tensor in each.items()} for each in own]
     else:
-        device = runtime.mesh.device
-        outputs = [
-            {n: torch.empty(shape, dtype=kind, device=device) for n, (shape, kind) in each.items()}
-            for each in told[0] or ()
-        ]
+        outputs = _empty(told[0] or (), runtime.mesh.device)
     for tensor in (tensor for each in outputs for tensor in each.values()):
         # Booleans are sent as bytes, because not every backend supports booleans.
         dist.broadcast(
@@ -50,6 +46,13 @@ def from_last_stage(
             group=group,
         )
     return outputs
+
+
+def _empty(kinds: Sequence[Mapping[Any, Any]], device: torch.device) -> list[dict[Any, Tensor]]:
+    return [
+        {n: torch.empty(shape, dtype=kind, device=device) for n, (shape, kind) in each.items()}
+        for each in kinds
+    ]
 
 
 class KeptOutputs:
