@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from .blueprint import Block, Blueprint, in_layers
-from .common_blocks import LLAMA_ATTENTION, LLAMA_MLP, plain_mlp
+from .blueprint import LLAMA_ATTENTION, LLAMA_MLP, Block, Blueprint, in_layers, plain_mlp
 from .family_limits import UNWRITABLE
 from .fields import query_key_value
 

@@ -5,13 +5,15 @@ encoder-decoder.
 
 from dataclasses import replace
 
-from .blueprint import Block, Blueprint, in_layers
-from .common_blocks import (
+from .blueprint import (
     FC_MLP,
     FLAT_MLP,
     LLAMA_ATTENTION,
     LLAMA_MLP,
     OUT_PROJ_ATTENTION,
+    Block,
+    Blueprint,
+    in_layers,
     plain_mlp,
 )
 

@@ -5,8 +5,7 @@ MLP of two projections, and often fused queries, keys and values.
 from dataclasses import replace
 from typing import Any
 
-from .blueprint import Block, Blueprint, in_layers
-from .common_blocks import FLAT_MLP, OUT_PROJ_ATTENTION, plain_mlp
+from .blueprint import FLAT_MLP, OUT_PROJ_ATTENTION, Block, Blueprint, in_layers, plain_mlp
 
 # GPT-2's attention and MLP, and the MLP of GPT-J
 _GPT_ATTENTION = Block(column=("c_attn",), row=("c_proj",), dropout=("attn_pdrop",))
