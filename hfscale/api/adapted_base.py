@@ -95,7 +95,7 @@ class AdaptedBase:
                 )
             if name in factors:
                 continue
-            other = found.setdefault(planned.tied_to or name, key)
+            other = found.setdefault(planned.first_name, key)
             if not self._equal(key, other):
                 raise CheckpointError(
                     f"{self.directory}: the tensors {other} and {key} of the adapter differ, but the checkpoint ties "

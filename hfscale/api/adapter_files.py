@@ -69,7 +69,7 @@ class _Merged:
         self.merge = WholeMerge(
             Adapters(None, adapted.whole, adapted.name, adapted.stock_plan), adapted.plan
         )
-        self.owned = {p.name: p.tied_to or p.name for p in adapted.plan.parameters}
+        self.owned = {p.name: p.first_name for p in adapted.plan.parameters}
         self.targets = loaded_targets(adapted.model, list(self.stored), adapted.stock_plan.by_name)
         load_weights_as(
             self.stored, self.targets, {n: t.dtype for n, t in adapted.model.state_dict().items()}

@@ -228,7 +228,7 @@ def take_apart(runtime: Runtime) -> LocalWeights:
             or planned.name in quantized
         ):
             continue
-        owner = planned.tied_to or planned.name
+        owner = planned.first_name
         if owner not in made:
             shape = planned.model_shape(runtime.mesh.ranks)
             empty = torch.empty(shape, dtype=shares.tensors[owner].dtype, device="meta")

@@ -27,8 +27,8 @@ from ..distributed.files.replace import finish_move
 from ..distributed.files.sources import open_weights
 from ..errors import CheckpointError, ConfigError, check_path
 from ..plan.cut import share_spans
-from ..train.guards.replicas import odd_numbers
 from ..train.runtime import Runtime, local_tensor, runtime_of
+from ..train.runtime.batches import odd_numbers
 from .stored_forms.forms import as_plain, load_weights_as
 from .stored_forms.scheme import form_in
 

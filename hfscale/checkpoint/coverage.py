@@ -1,6 +1,5 @@
 """Compare the tensors of a checkpoint with the parameters of the model that is to be loaded from the checkpoint."""
 
-import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ def check_coverage(
     transformers reports missing tensors only in its log, which scripts often switch off, and continues with random
     weights.
     """
-    stored = {plan.by_name[name].tied_to or name for name in found if name in plan.by_name}
+    stored = {plan.by_name[name].first_name for name in found if name in plan.by_name}
     owned = list(plan.owned())
     if not stored:
         first = f"begins with {sorted(keys)[0]!r}" if keys else "is empty"
@@ -36,8 +35,8 @@ def check_coverage(
             "(auto_class=...), or begin with random weights (hfscale.from_config)"
         )
     missing = [planned for planned in owned if planned.name not in stored]
-    lacking = sum(math.prod(planned.shape) for planned in missing)
-    share = lacking / sum(math.prod(planned.shape) for planned in owned)
+    lacking = sum(planned.numel for planned in missing)
+    share = lacking / sum(planned.numel for planned in owned)
     if tells and share > _MOST:
         warnings.warn(
             f"{directory} lacks {len(missing)} tensors of the model, {share:.0%} of the model's parameters: "

@@ -184,7 +184,7 @@ def _numbers(
     are the state's groups, and ``names`` the parameters' names in each group. Return an empty map if the groups in both
     have different sizes.
     """
-    owner = {each.name: each.tied_to or each.name for each in runtime.plan.parameters}
+    owner = {each.name: each.first_name for each in runtime.plan.parameters}
     if names is None or [len(group["params"]) for group in groups] != [len(each) for each in names]:
         return {}
     return {

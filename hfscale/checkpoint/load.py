@@ -201,7 +201,7 @@ class _Loader:
             parameter = self.meta[planned.name]
             # transformers ties only after loading, and cannot tie to a parameter of another stage (a decoder's
             # embedding and head are tied to the encoder's embedding).
-            self.meta[planned.name] = self.meta[self.held[planned.tied_to or planned.name]]
+            self.meta[planned.name] = self.meta[self.held[planned.first_name]]
             shape = planned.local_shape(self.mesh.ranks)
             if planned.name in self.converted:
                 put_parameter(model, planned.name, whole[planned.name])
@@ -240,7 +240,7 @@ class _Loader:
                     f"the shape {planned_target.shape}: load the checkpoint with the config it was saved with"
                 )
             share = ShareOnDisk(tensor, planned_target.cuts, self.mesh.ranks)
-            first = read_from.setdefault(planned_target.tied_to or target, key)
+            first = read_from.setdefault(planned_target.first_name, key)
             # A tied tensor is stored under several names; if the stored values differed, transformers would untie them.
             if first != key:
                 if not torch.equal(
@@ -281,7 +281,7 @@ class _Loader:
         """
         if name in self.meta or name not in self.plan.by_name:
             return name
-        return self.held.get(self.plan.by_name[name].tied_to or name)
+        return self.held.get(self.plan.by_name[name].first_name)
 
     def initialize(self, model: Any) -> None:
         """Run transformers' initialization for buffers only; missing parameters are later initialized with hfscale's
@@ -297,7 +297,7 @@ class _Loader:
         if not self.overwritten and self.plan.stages is None:
             return
         for name, overwrite in find_overwrites(empty_copy(model), self.stored).items():
-            planned = self.plan.by_name[self.plan.by_name[name].tied_to or name]
+            planned = self.plan.by_name[self.plan.by_name[name].first_name]
             # transformers never initializes quantized modules
             if planned.name in shares.tensors and planned.name not in self.plan.quantized_weights:
                 overwrite.apply(shares.tensors[planned.name], planned, self.mesh.ranks)
@@ -319,7 +319,7 @@ class _Loader:
             shares.tensors[planned.name] = tensor.to(self.mesh.device)
         for name, parameter in self.meta.items():
             # transformers may have changed a parameter's dtype or requires_grad while loading.
-            owner = self.plan.by_name[name].tied_to or name
+            owner = self.plan.by_name[name].first_name
             if owner in self.plan.quantized_weights:
                 continue
             parameter.requires_grad_(loaded[self.held[owner]].requires_grad)
@@ -393,12 +393,10 @@ def load_pretrained(
         )
     # A tied tensor is present if the checkpoint has it under any of its names on this rank.
     here = [planned for planned in plan.parameters if planned.name in loader.meta]
-    present = {
-        planned.tied_to or planned.name for planned in here if planned.name not in report["missing"]
-    }
+    present = {planned.first_name for planned in here if planned.name not in report["missing"]}
     shares = loader.shares(model)
     loader.overwrite(model, shares)
-    return model, shares, {planned.tied_to or planned.name for planned in here} - present
+    return model, shares, {planned.first_name for planned in here} - present
 
 
 def _placed(plan: Plan, mesh: Mesh) -> dict[str, Any]:

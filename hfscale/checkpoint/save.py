@@ -70,9 +70,7 @@ def save_pretrained(
     call = f"save_pretrained({str(directory)!r})"
     if quantization is None and by_peft.save(runtime, model, target):
         return
-    refuse_without_around(
-        runtime, model, call, "save those by model.save_pretrained or torch.save, in one process"
-    )
+    refuse_without_around(runtime, model, call)
     with _together(runtime, target, call, timeout, check_replicas):
         if (adapters := runtime.adapters) is not None:
             if quantization is not None:
@@ -140,7 +138,7 @@ def _write(runtime: Runtime, target: Path, max_shard_size: str | int, again: Pla
         writer = None
         wrong = ""
         carried = dict[str, TensorOnDisk]()
-        if writing.is_writer(runtime.mesh):
+        if runtime.mesh.is_first:
             carried = staging.attempt(carried_tensors, runtime.model, again) or carried
             layout = {**layout, **carried}
             size = runtime.plan.parameter_count

@@ -38,7 +38,7 @@ from ..distributed.processes import host_group
 from ..errors import CheckpointError, check_count, in_words
 from ..train.guards import replicas
 from ..train.runtime import Runtime, runtime_of
-from ..train.runtime.writing import all_or_none, everyone_arrives, is_writer, saving
+from ..train.runtime.writing import all_or_none, everyone_arrives, saving
 from .state_directory import none_to_resume, run_of
 from .state_load import Resumed, load_from
 from .state_save import TakenState, contents_of, take_state, write_state
@@ -185,8 +185,8 @@ def taken_now(
     """Wait for the previous save, and collect what this rank writes of the run's present state; ``target`` is the
     directory of the new state. Collective.
     """
-    if (streams := runtime.streams) is not None and not streams.agreed:
-        streams.synchronize(runtime)
+    if not runtime.streams.agreed:
+        runtime.streams.synchronize(runtime)
     with all_or_none(runtime.mesh, f"{target} could not be written"):
         wait_for_saves()
         runtime.data.release()  # otherwise, weights that FSDP2 has gathered would be saved as shards
@@ -344,9 +344,9 @@ def check_save(
         needed = sum(
             runtime.mesh.all_gather_object(sum(t.numel() * t.element_size() for t in held.values()))
         )
-        free = runtime.mesh.all_gather_object(
-            _room(root, needed) if is_writer(runtime.mesh) else 0
-        )[0]
+        free = runtime.mesh.all_gather_object(_room(root, needed) if runtime.mesh.is_first else 0)[
+            0
+        ]
     target = root / ".check"
     try:
         begun = time.perf_counter()
@@ -355,7 +355,7 @@ def check_save(
         load_state(model, target, optimizer=optimizer)
         return SaveCheck(needed, free, saved - begun, time.perf_counter() - saved)
     finally:
-        if is_writer(runtime.mesh):
+        if runtime.mesh.is_first:
             shutil.rmtree(target, ignore_errors=True)
 
 

@@ -27,7 +27,6 @@ from ..distributed.files.replace import ADAPTER_CONFIG
 from ..distributed.files.sources import form_of, written_elsewhere
 from ..distributed.mesh import Mesh
 from ..errors import CheckpointError
-from ..train.runtime.writing import is_writer
 from .state_format import INDEX
 
 LATEST = "latest"
@@ -219,7 +218,7 @@ def _may_lie_beside(path: Path) -> bool:
 def none_there(source: Path, mesh: Mesh) -> bool:
     """Return whether the first rank finds no complete state in ``source``; all ranks return the same answer."""
     states: list[Path] = []
-    if is_writer(mesh):
+    if mesh.is_first:
         with suppress(CheckpointError):
             states = candidates(source)
     return not mesh.all_gather_object(states)[0]
@@ -231,20 +230,18 @@ def none_to_resume(source: Path, mesh: Mesh) -> bool:
     Raises:
         CheckpointError: on the first rank, if ``source`` has no state but other weights or files.
     """
-    if is_writer(mesh) and not states_in(source):
+    if mesh.is_first and not states_in(source):
         _refuse_other_files(_parent_of_latest(source))
     return none_there(source, mesh)
 
 
 def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
     """Return the newest complete state for ``source``, the same on every rank; raise if there is no complete state."""
-    names = (
-        [os.path.relpath(path, source) for path in candidates(source)] if is_writer(mesh) else []
-    )
+    names = [os.path.relpath(path, source) for path in candidates(source)] if mesh.is_first else []
     wrong: dict[Path, list[str]] = {}
     for name in mesh.all_gather_object(names)[0]:
         directory = Path(os.path.normpath(source / name))
-        problems = mesh.all_gather_object(problems_of(directory) if is_writer(mesh) else [])[0]
+        problems = mesh.all_gather_object(problems_of(directory) if mesh.is_first else [])[0]
         if not problems and verify:
             problems = [
                 told_names
@@ -252,7 +249,7 @@ def find_whole(source: Path, mesh: Mesh, verify: bool) -> Path:
                 for told_names in told
             ]
         if not problems:
-            if wrong and is_writer(mesh):
+            if wrong and mesh.is_first:
                 _log.warning("%s. Resuming from the state %s instead", _listed(wrong), directory)
             return directory
         wrong[directory] = problems

@@ -57,8 +57,7 @@ def load_from(
         for part in runtime.parts:
             if state := reader.rest["parts"].get(part.state_key):
                 part.put_state(runtime, state)
-    if (streams := runtime.streams) is not None:
-        streams.agreed = True  # as when the state was saved
+    runtime.streams.agreed = True  # as when the state was saved
     read.put_back(optimizer, reader.rest["options"])
     return Resumed(directory, reader.index.step, reader.index.batch_world, reader.alike)
 

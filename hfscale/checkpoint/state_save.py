@@ -29,7 +29,7 @@ from ..plan import ParameterPlan
 from ..plan.state_tensor import StateTensor, like, own, whole
 from ..train.runtime import Runtime, local_tensor
 from ..train.runtime.full_tensors import in_order, tensors_of_stage
-from ..train.runtime.writing import all_or_none, is_writer, not_finite, warn_of_not_finite
+from ..train.runtime.writing import all_or_none, not_finite, warn_of_not_finite
 from .coverage import carried_by
 from .random_states import random_states
 from .state_directory import NewState, prune
@@ -201,7 +201,7 @@ def take_state(
     )
     taken.digests = {name: _digest(state) for name, state in states.items()}
     taken.entries = tensors_of_stage(runtime)
-    if is_writer(runtime.mesh):
+    if runtime.mesh.is_first:
         adapters = runtime.adapters
         # Config files, and custom code of the model.
         with tempfile.TemporaryDirectory() as written:
@@ -286,7 +286,7 @@ def write_state(
     mesh = taken.mesh
     run = taken.runtime.run
     new = None
-    makes = is_writer(mesh) if hosts is None else hosts.makes
+    makes = mesh.is_first if hosts is None else hosts.makes
     with all_or_none(mesh, f"{target} could not be written"):
         try:
             if makes:

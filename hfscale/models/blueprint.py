@@ -1,5 +1,5 @@
 """Define the blueprint of a family: data that names an architecture's layer list, its blocks (attention, MLP), and the
-blocks' column- and row-parallel projections.
+blocks' column- and row-parallel projections; and blocks that several families share.
 
 A family has one :class:`Blueprint`, from the first of these sources that has one:
 
@@ -84,6 +84,26 @@ class Block:
     dropout: tuple[str, ...] = ("attention_dropout",)
     # the first module that computes sharded activations, for dropout's random numbers; ``None``: the first of ``enter``
     cut_from: str | None = None
+
+
+def plain_mlp(column: str, row: str, **fields: Any) -> Block:
+    """Return an MLP of the projections ``column`` and ``row``, without dropout between them; ``fields`` are further
+    fields of :class:`Block`.
+    """
+    return Block((column,), (row,), dropout=(), **fields)
+
+
+# The attention and the MLP of LLaMA and of similar families
+LLAMA_ATTENTION = Block(column=("q_proj", "k_proj", "v_proj"), row=("o_proj",))
+LLAMA_MLP = Block(column=("gate_proj", "up_proj"), row=("down_proj",), dropout=())
+# Separate queries, keys and values, and another name of the output's projection
+OUT_PROJ_ATTENTION = Block(column=("q_proj", "k_proj", "v_proj"), row=("out_proj",))
+# An MLP of two projections
+FC_MLP = plain_mlp("fc1", "fc2")
+# An MLP whose two projections are children of the layer
+FLAT_MLP = Block(
+    column=("fc1",), row=("fc2",), enter=("fc1",), leave=("fc2",), dropout=("activation_dropout",)
+)
 
 
 @dataclass(frozen=True)

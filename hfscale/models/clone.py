@@ -97,14 +97,11 @@ def tiny_clone(
     ``changes``; the fields of a nested config are given as a dict.
     """
     whole = _fields(config)
-    small = _shrink(copy.deepcopy(whole), layers, type(config))
     left_out = {"transformers_version", "model_type"}
     if "stage_names" in whole:  # a backbone: its stage names follow from its number of layers
         left_out |= {"out_features", "out_indices", "stage_names"}
-    small = {key: value for key, value in small.items() if key not in left_out}
-    for name in _derived(type(config), whole, small):
-        del small[name]
-    made = type(config)(**merged(small, changes))
+    whole = {key: value for key, value in whole.items() if key not in left_out}
+    made = type(config)(**merged(_shrink_config(whole, layers, type(config)), changes))
     # Token classification heads use a dropout of 0.1 if the config has no value.
     if getattr(made, "classifier_dropout", None) is None:
         made.classifier_dropout = 0.0
@@ -222,7 +219,7 @@ def _shrink(
     width = fields.get("head_dim") or (hidden if isinstance(hidden, int) else 0) // (heads or 1)
     for name, value in list(fields.items()):
         if isinstance(value, dict) and "model_type" in value:
-            fields[name] = _shrink_inside(
+            fields[name] = _shrink_config(
                 value, layers, _class_inside(kind, name, value["model_type"])
             )
         elif isinstance(value, dict) and name in _ROPE and isinstance(width, int) and width:
@@ -301,10 +298,10 @@ def _repeated(whole: dict[str, Any], layers: int) -> dict[str, int]:
     }
 
 
-def _shrink_inside(
+def _shrink_config(
     fields: dict[str, Any], layers: int, kind: type[PreTrainedConfig] | None
 ) -> dict[str, Any]:
-    """Return the fields of a nested config with small sizes, without the fields that its class computes."""
+    """Return the fields of a config with small sizes, without the fields that its class ``kind`` computes."""
     whole = dict(fields)
     small = _shrink(fields, layers, kind)
     left_out = _derived(kind, whole, small) if kind is not None else []

@@ -6,19 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from .blueprint import Block, Blueprint, in_layers
+from .blueprint import LLAMA_ATTENTION, LLAMA_MLP, Block, Blueprint, in_layers, plain_mlp
 from .family_limits import UNWRITABLE
 from .fields import query_key_value
 
-# The attention of LLaMA and of similar families
-_LLAMA_ATTENTION = Block(column=("q_proj", "k_proj", "v_proj"), row=("o_proj",))
 # LLaMA's attention with norms of queries and keys, for families in which some layers read other layers' keys and values
-_GEMMA_ATTENTION = replace(_LLAMA_ATTENTION, shared=("q_norm", "k_norm"), optional=True)
-_LLAMA_MLP = Block(column=("gate_proj", "up_proj"), row=("down_proj",), dropout=())
+_GEMMA_ATTENTION = replace(LLAMA_ATTENTION, shared=("q_norm", "k_norm"), optional=True)
 # LLaMA's MLP with gate and up fused in one matrix
-_FUSED_MLP = Block(
-    column=("gate_up_proj",), row=("down_proj",), parts={"gate_up_proj": 2}, dropout=()
-)
+_FUSED_MLP = plain_mlp("gate_up_proj", "down_proj", parts={"gate_up_proj": 2})
 # A depthwise convolution between two gates
 _SHORT_CONVOLUTION = Block(
     column=("in_proj",),
@@ -29,7 +24,7 @@ _SHORT_CONVOLUTION = Block(
     dropout=(),
 )
 _MLLAMA_ATTENTION = replace(
-    _LLAMA_ATTENTION, local_attributes=("num_heads", "num_key_value_heads"), dropout=("dropout",)
+    LLAMA_ATTENTION, local_attributes=("num_heads", "num_key_value_heads"), dropout=("dropout",)
 )
 _LFM_MLP = Block(column=("w1", "w3"), row=("w2",), dropout=())
 _GATES = (
@@ -45,14 +40,14 @@ _EXPERTS_TRANSPOSED = {"experts.gate_up_proj": (2, 2), "experts.down_proj": (1, 
 
 
 def _llama(
-    mlp: Block = _LLAMA_MLP,
+    mlp: Block = LLAMA_MLP,
     unfit: Callable[[Any], str | None] = Blueprint.unfit,
     **attention: Any,
 ) -> Blueprint:
     """Return the blueprint of layers like LLaMA's. ``attention`` are fields of :class:`Block` in which their attention
     differs from LLaMA's.
     """
-    return in_layers("layers", unfit, self_attn=replace(_LLAMA_ATTENTION, **attention), mlp=mlp)
+    return in_layers("layers", unfit, self_attn=replace(LLAMA_ATTENTION, **attention), mlp=mlp)
 
 
 def _mixture(
@@ -76,15 +71,10 @@ def _mixture(
 
 DECODERS: dict[str, Blueprint] = {
     "apertus": _llama(
-        Block(
-            column=("up_proj",),
-            row=("down_proj",),
-            shared=("act_fn",),
-            dropout=(),
-        ),
+        plain_mlp("up_proj", "down_proj", shared=("act_fn",)),
         shared=("q_norm", "k_norm"),
     ),
-    "bitnet": _llama(replace(_LLAMA_MLP, across=("ffn_sub_norm",)), across=("attn_sub_norm",)),
+    "bitnet": _llama(replace(LLAMA_MLP, across=("ffn_sub_norm",)), across=("attn_sub_norm",)),
     # DiffLlama subtracts the second half of the heads from the first half, so each half is sharded.
     "diffllama": _llama(
         parts={
@@ -103,7 +93,7 @@ DECODERS: dict[str, Blueprint] = {
         own_heads=True,
     ),
     # The state-space mixer, which runs in parallel to the attention, is not sharded.
-    "falcon_h1": in_layers("layers", self_attn=_LLAMA_ATTENTION, feed_forward=_LLAMA_MLP),
+    "falcon_h1": in_layers("layers", self_attn=LLAMA_ATTENTION, feed_forward=LLAMA_MLP),
     # The MLP is not sharded: some layers keep only the activations that are large compared with their row.
     "gemma3n_text": in_layers("layers", self_attn=_GEMMA_ATTENTION),
     **dict.fromkeys(("glm", "glm4"), _llama(_FUSED_MLP)),
@@ -118,11 +108,11 @@ DECODERS: dict[str, Blueprint] = {
             enter_inputs=("cross_attention_states",),
             optional=True,
         ),
-        mlp=_LLAMA_MLP,
+        mlp=LLAMA_MLP,
     ),
     "modernbert-decoder": in_layers(
         "layers",
-        attn=replace(_LLAMA_ATTENTION, row=("Wo",)),
+        attn=replace(LLAMA_ATTENTION, row=("Wo",)),
         mlp=Block(
             column=("Wi",),
             row=("Wo",),
@@ -134,7 +124,7 @@ DECODERS: dict[str, Blueprint] = {
     "lfm2": in_layers(
         "layers",
         self_attn=replace(
-            _LLAMA_ATTENTION, row=("out_proj",), shared=("q_layernorm", "k_layernorm"), dropout=()
+            LLAMA_ATTENTION, row=("out_proj",), shared=("q_layernorm", "k_layernorm"), dropout=()
         ),
         conv=_SHORT_CONVOLUTION,
         feed_forward=_LFM_MLP,
@@ -177,7 +167,7 @@ DECODERS: dict[str, Blueprint] = {
             local_attributes=("conv_1d.groups", "lru_width", "rg_lru.num_attention_heads"),
             optional=True,
         ),
-        mlp_block=_LLAMA_MLP,
+        mlp_block=LLAMA_MLP,
     ),
     "stablelm": _llama(local_attributes=("num_heads", "num_key_value_heads")),
     # Families with experts, latent attention, or kinds of layers that transformers' plan does not cover.
@@ -219,15 +209,15 @@ DECODERS: dict[str, Blueprint] = {
         layers=("L_module.layers", "H_module.layers"),
         blocks={
             "self_attn": replace(
-                _LLAMA_ATTENTION, column=("q_proj", "k_proj", "v_proj", "gate_proj")
+                LLAMA_ATTENTION, column=("q_proj", "k_proj", "v_proj", "gate_proj")
             ),
-            "mlp": _LLAMA_MLP,
+            "mlp": LLAMA_MLP,
         },
         unfit=lambda config: UNWRITABLE["hrm_text"],
     ),
     "llama4_text": in_layers(
         "layers",
-        self_attn=_LLAMA_ATTENTION,
+        self_attn=LLAMA_ATTENTION,
         feed_forward=_mixture("shared_expert", _EXPERTS_TRANSPOSED),
     ),
     # Queries have a low-rank projection in some configs, keys and values always.

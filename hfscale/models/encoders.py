@@ -5,7 +5,17 @@ encoder-decoder.
 
 from dataclasses import replace
 
-from .blueprint import Block, Blueprint, in_layers
+from .blueprint import (
+    FC_MLP,
+    FLAT_MLP,
+    LLAMA_ATTENTION,
+    LLAMA_MLP,
+    OUT_PROJ_ATTENTION,
+    Block,
+    Blueprint,
+    in_layers,
+    plain_mlp,
+)
 
 # BERT: residual and norm are inside `output`, after its dropout, so the block ends inside the attention module.
 # The MLP consists of two children of the layer. If `output` has a dropout, the sum over ranks is computed at the
@@ -18,12 +28,8 @@ _BERT_ATTENTION = Block(
     local_attributes=("self.all_head_size",),
     dropout=("attention_probs_dropout_prob",),
 )
-_BERT_MLP = Block(
-    column=("intermediate.dense",),
-    row=("output.dense",),
-    enter=("intermediate",),
-    leave=("output.dropout",),
-    dropout=(),
+_BERT_MLP = plain_mlp(
+    "intermediate.dense", "output.dense", enter=("intermediate",), leave=("output.dropout",)
 )
 # BERT's MLP whose output has no dropout, or uses the same dropout again later
 _BARE_MLP = replace(_BERT_MLP, leave=("output.dense",))
@@ -57,26 +63,20 @@ _DEBERTA_ATTENTION = Block(
     cut_from="self.dropout",
 )
 # The blocks of CLIP and of similar families
-_CLIP_ATTENTION = Block(
-    column=("q_proj", "k_proj", "v_proj"),
-    row=("out_proj",),
+_CLIP_ATTENTION = replace(
+    OUT_PROJ_ATTENTION,
     dropout=(
         "attention_dropout",
         "text_config.attention_dropout",
         "vision_config.attention_dropout",
     ),
 )
-_FC_MLP = Block(column=("fc1",), row=("fc2",), dropout=())
-_CLIP_BLOCKS = {"self_attn": _CLIP_ATTENTION, "mlp": _FC_MLP}
+_CLIP_BLOCKS = {"self_attn": _CLIP_ATTENTION, "mlp": FC_MLP}
 _CLIP = Blueprint(
     layers=("text_model.encoder.layers", "vision_model.encoder.layers"), blocks=_CLIP_BLOCKS
 )
 _CLIP_TOWER = Blueprint(layers="encoder.layers", blocks=_CLIP_BLOCKS)
-_VIT_ATTENTION = Block(
-    column=("q_proj", "k_proj", "v_proj"),
-    row=("o_proj",),
-    dropout=("attention_probs_dropout_prob",),
-)
+_VIT_ATTENTION = replace(LLAMA_ATTENTION, dropout=("attention_probs_dropout_prob",))
 
 # XLM: attention modules and MLPs are two lists of the model, whose members alternate.
 _XLM = Blueprint(
@@ -124,12 +124,8 @@ ENCODERS: dict[str, Blueprint] = {
                 leave=("output_dropout",),
                 dropout=("attention_probs_dropout_prob",),
             ),
-            "albert_layers.0": Block(
-                column=("ffn",),
-                row=("ffn_output",),
-                enter=("ffn",),
-                leave=("ffn_output",),
-                dropout=(),
+            "albert_layers.0": plain_mlp(
+                "ffn", "ffn_output", enter=("ffn",), leave=("ffn_output",)
             ),
         },
         unfit=lambda config: (
@@ -156,25 +152,18 @@ ENCODERS: dict[str, Blueprint] = {
     "distilbert": in_layers(
         "transformer.layer",
         attention=Block(column=("q_lin", "k_lin", "v_lin"), row=("out_lin",)),
-        ffn=Block(column=("lin1",), row=("lin2",), dropout=()),
+        ffn=plain_mlp("lin1", "lin2"),
     ),
     "mobilebert": _MOBILEBERT,
-    "vit": in_layers("layers", attention=_VIT_ATTENTION, mlp=_FC_MLP),
+    "vit": in_layers("layers", attention=_VIT_ATTENTION, mlp=FC_MLP),
     **dict.fromkeys(("flaubert", "xlm"), _XLM),
 }
 
 # BART: the MLP's projections are children of the layer. In the cross-attention, keys and values read the encoder's
 # output, which enters the block in addition to the decoder's hidden states.
-_BART_ATTENTION = Block(
-    column=("q_proj", "k_proj", "v_proj"),
-    row=("out_proj",),
-    local_attributes=("num_heads", "embed_dim"),
-)
+_BART_ATTENTION = replace(OUT_PROJ_ATTENTION, local_attributes=("num_heads", "embed_dim"))
 _BART_CROSS_ATTENTION = replace(_BART_ATTENTION, enter_inputs=("key_value_states",), optional=True)
-_BART_MLP = Block(
-    column=("fc1",), row=("fc2",), enter=("fc1",), leave=("fc2",), dropout=("activation_dropout",)
-)
-_BART_BLOCKS = {"self_attn": _BART_ATTENTION, "encoder_attn": _BART_CROSS_ATTENTION, "": _BART_MLP}
+_BART_BLOCKS = {"self_attn": _BART_ATTENTION, "encoder_attn": _BART_CROSS_ATTENTION, "": FLAT_MLP}
 _BART = Blueprint(layers=("encoder.layers", "decoder.layers"), blocks=_BART_BLOCKS)
 
 # T5: the first layer of each stack has a bias per head and relative position. It computes the biases of its rank's
@@ -203,17 +192,14 @@ _T5 = Blueprint(
 )
 
 # T5Gemma: Gemma's layers in two stacks, each with its own config.
-_T5GEMMA_ATTENTION = Block(column=("q_proj", "k_proj", "v_proj"), row=("o_proj",))
 _T5GEMMA = Blueprint(
     layers=("encoder.layers", "decoder.layers"),
     blocks={
-        "self_attn": _T5GEMMA_ATTENTION,
+        "self_attn": LLAMA_ATTENTION,
         "cross_attn": replace(
-            _T5GEMMA_ATTENTION, enter_inputs=("encoder_hidden_states",), optional=True
+            LLAMA_ATTENTION, enter_inputs=("encoder_hidden_states",), optional=True
         ),
-        "mlp": Block(
-            column=("gate_proj", "up_proj"), row=("down_proj",), dropout=("dropout_rate",)
-        ),
+        "mlp": replace(LLAMA_MLP, dropout=("dropout_rate",)),
     },
     config_of=lambda config: getattr(config, "encoder", config),
 )
@@ -230,12 +216,10 @@ ENCODER_DECODERS: dict[str, Blueprint] = {
         self_attn=Block(
             column=("q_proj.linear", "k_proj.linear", "v_proj.linear"), row=("o_proj.linear",)
         ),
-        mlp=Block(
-            column=("fc1",), row=("fc2",), parts={"fc1": 2}, dropout=()
-        ),  # gate and up in one
+        mlp=replace(FC_MLP, parts={"fc1": 2}),  # gate and up in one
     ),
     **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
     # trocr: attention derives the total width of heads from the width of its input, so only the MLP is sharded
     "t5gemma": _T5GEMMA,
-    "trocr": Blueprint(layers="decoder.layers", blocks={"": _BART_MLP}),
+    "trocr": Blueprint(layers="decoder.layers", blocks={"": FLAT_MLP}),
 }

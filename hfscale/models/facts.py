@@ -21,11 +21,12 @@ from transformers import PreTrainedConfig
 
 from .._compat.torch import passes_otherwise
 from .._compat.transformers.added_layers import without_added
+from ..config.environment import cache_directory
 from ..errors import PlanError
 from ..extensions import added, provided
 from .class_source import source_hash
 from .clone import PER_LAYER, tiny_clone
-from .kept_facts import KeptFacts, kept_facts
+from .kept_facts import KeptFacts
 from .names import wild_name
 
 _UNREAD = {
@@ -219,7 +220,6 @@ class Facts:
                 return self._latest[exact]
             kept = self._kept.read(kind.__name__, key) if key else {}
             if name in kept:
-                self._note(kind, key, name, kept[name])
                 return kept[name]
             if kind not in self._told:
                 self._told.add(kind)
@@ -227,16 +227,13 @@ class Facts:
                 _log.info(told, kind.__name__, self._kept.place)
             answer, lasts = prove(question, model, **given)
         if lasts and key:
-            self._note(kind, key, name, answer)
+            self.proved.setdefault(kind.__name__, {}).setdefault(key, {})[name] = answer
             self._kept.add(kind.__name__, key, name, answer)
         if exact is not None:
             self._latest[exact] = answer
             if len(self._latest) > _MOST:
                 del self._latest[next(iter(self._latest))]
         return answer
-
-    def _note(self, kind: type, key: str, name: str, answer: Any) -> None:
-        self.proved.setdefault(kind.__name__, {}).setdefault(key, {})[name] = answer
 
 
 def prove(question: str, model: Any, **given: Any) -> tuple[Any, bool]:
@@ -254,7 +251,7 @@ def prove(question: str, model: Any, **given: Any) -> tuple[Any, bool]:
     return json.loads(json.dumps(answer)), lasts
 
 
-_facts = Facts(kept_facts())
+_facts = Facts(KeptFacts(cache_directory()))
 
 
 def ask(

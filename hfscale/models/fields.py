@@ -12,13 +12,14 @@ HEAD_FIELDS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 """Config fields with the number of attention heads."""
 
 LENGTHS = {
-    **dict.fromkeys(
-        ("max_position_embeddings", "n_positions", "original_max_position_embeddings"), 0
-    ),
-    **dict.fromkeys(
-        ("sliding_window", "attention_chunk_size", "window_size", "index_block_size", "index_topk"),
-        0,
-    ),
+    "max_position_embeddings": 0,
+    "n_positions": 0,
+    "original_max_position_embeddings": 0,
+    "sliding_window": 0,
+    "attention_chunk_size": 0,
+    "window_size": 0,
+    "index_block_size": 0,
+    "index_topk": 0,
     "floor_scale": 1,
 }
 """Config field -> an offset. The field's value minus the offset is a number of tokens: longer texts are computed in

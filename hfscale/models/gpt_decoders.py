@@ -5,25 +5,19 @@ MLP of two projections, and often fused queries, keys and values.
 from dataclasses import replace
 from typing import Any
 
-from .blueprint import Block, Blueprint, in_layers
+from .blueprint import FLAT_MLP, OUT_PROJ_ATTENTION, Block, Blueprint, in_layers, plain_mlp
 
-# Separate queries, keys and values
-_SEPARATE = Block(column=("q_proj", "k_proj", "v_proj"), row=("out_proj",))
 # GPT-2's attention and MLP, and the MLP of GPT-J
 _GPT_ATTENTION = Block(column=("c_attn",), row=("c_proj",), dropout=("attn_pdrop",))
-_GPT_MLP = Block(column=("c_fc",), row=("c_proj",), dropout=())
-_GPTJ_MLP = Block(column=("fc_in",), row=("fc_out",), dropout=())
+_GPT_MLP = plain_mlp("c_fc", "c_proj")
+_GPTJ_MLP = plain_mlp("fc_in", "fc_out")
 # The attention of GPT-NeoX, every head's query, key and value side by side, and its MLP
 _NEOX_ATTENTION = Block(column=("query_key_value",), row=("dense",))
-_NEOX_MLP = Block(column=("dense_h_to_4h",), row=("dense_4h_to_h",), dropout=())
-# An MLP whose projections are children of the layer
-_FLAT_MLP = Block(
-    column=("fc1",), row=("fc2",), enter=("fc1",), leave=("fc2",), dropout=("activation_dropout",)
-)
+_NEOX_MLP = plain_mlp("dense_h_to_4h", "dense_4h_to_h")
 
 
-def _flat(layers: str, mlp: Block = _FLAT_MLP, **attention: Any) -> Blueprint:
-    return Blueprint(layers, {"self_attn": replace(_SEPARATE, **attention), "": mlp})
+def _flat(layers: str, mlp: Block = FLAT_MLP, **attention: Any) -> Blueprint:
+    return Blueprint(layers, {"self_attn": replace(OUT_PROJ_ATTENTION, **attention), "": mlp})
 
 
 def _one_key_value(config: Any) -> tuple[int, ...]:
@@ -72,7 +66,7 @@ GPT_DECODERS: dict[str, Blueprint] = {
         multi_head_attention=Block(
             column=("Wq", "Wk", "Wv"), row=("dense",), enter=("Wq", "Wk", "Wv"), dropout=()
         ),
-        ffn=Block(column=("0",), row=("2",), dropout=()),
+        ffn=plain_mlp("0", "2"),
     ),
     "falcon": in_layers(
         "h",
@@ -108,7 +102,7 @@ GPT_DECODERS: dict[str, Blueprint] = {
     "gpt_neo": Blueprint(
         layers="h",
         blocks={
-            "attn.attention": replace(_SEPARATE, local_attributes=("num_heads",)),
+            "attn.attention": replace(OUT_PROJ_ATTENTION, local_attributes=("num_heads",)),
             "mlp": _GPT_MLP,
         },
     ),
@@ -122,7 +116,9 @@ GPT_DECODERS: dict[str, Blueprint] = {
     ),
     "gptj": in_layers(
         "h",
-        attn=replace(_SEPARATE, local_attributes=("num_attention_heads",), dropout=("attn_pdrop",)),
+        attn=replace(
+            OUT_PROJ_ATTENTION, local_attributes=("num_attention_heads",), dropout=("attn_pdrop",)
+        ),
         mlp=_GPTJ_MLP,
     ),
     "mpt": in_layers(
@@ -136,12 +132,7 @@ GPT_DECODERS: dict[str, Blueprint] = {
             dropout=("attn_config.attn_pdrop",),
         ),
         # the block adds the residual
-        ffn=Block(
-            column=("up_proj",),
-            row=("down_proj",),
-            leave=("down_proj",),
-            dropout=(),
-        ),
+        ffn=plain_mlp("up_proj", "down_proj", leave=("down_proj",)),
     ),
     "openai-gpt": in_layers(
         "h",
@@ -153,7 +144,7 @@ GPT_DECODERS: dict[str, Blueprint] = {
         ),
         mlp=_GPT_MLP,
     ),
-    "opt": _flat("decoder.layers", replace(_FLAT_MLP, dropout=()), local_attributes=("num_heads",)),
+    "opt": _flat("decoder.layers", replace(FLAT_MLP, dropout=()), local_attributes=("num_heads",)),
     "persimmon": in_layers(
         "layers",
         self_attn=replace(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from ..config.environment import cache_directory, is_first_of_job
+from ..config.environment import is_first_of_job
 from ..extensions import added
 
 Answers = dict[str, Any]  # question -> answer
@@ -66,12 +66,6 @@ class KeptFacts:
         if self._directory is None:
             return None
         return self._directory / "facts" / _situation() / f"{kind}-{digest}.json"
-
-
-@cache
-def kept_facts() -> KeptFacts:
-    """Return the store of proved answers about model classes in this user's cache directory."""
-    return KeptFacts(cache_directory())
 
 
 @cache

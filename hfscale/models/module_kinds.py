@@ -93,7 +93,7 @@ def is_tokenwise(module: nn.Module) -> bool:
     return isinstance(module, _TOKENWISE) or "Norm" in type(module).__name__
 
 
-def has_own_loss(model: nn.Module, head: nn.Module | None = None) -> bool:
+def has_own_loss(model: nn.Module, head: nn.Module | None) -> bool:
     """Return whether the forward of a model, or of the module that contains ``head``, computes a cross entropy itself
     instead of calling ``loss_function``.
     """

@@ -13,6 +13,8 @@ from ..cost.model.optimizer_bytes import BITSANDBYTES, WIDE_EMBEDDINGS, BitsAndB
 from ..errors import ConfigError
 
 Options = dict[str, Any]
+Parsers = Mapping[str, Callable[[Any], Any]]
+"""Name of an option -> the function that parses a user's value, which may be text."""
 
 
 def _parse_boolean(value: Any) -> bool:
@@ -37,8 +39,7 @@ class OptimizerChoice:
     engine: str
     stock: str  # name of the stock class
     fixed: Options = field(default_factory=dict)  # options that the name implies
-    # options that a user may give -> functions that parse their values
-    takes: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    takes: Parsers = field(default_factory=dict)  # options that a user may give
     adam: tuple[str, ...] = ()  # those of ``betas`` and ``eps`` that the optimizer has
     # converts the collected options to those of the stock class
     finish: Callable[[Options], Options] | None = None
@@ -76,12 +77,12 @@ def _three_betas(options: Options) -> Options:
     return {**options, "betas": tuple(given)}
 
 
-_KERNELS: dict[str, Callable[[Any], Any]] = {
+_KERNELS: Parsers = {
     "fused": or_none(_parse_boolean),
     "foreach": or_none(_parse_boolean),
 }
 _ADAM = ("betas", "eps")
-_ADAMW: dict[str, Callable[[Any], Any]] = {"amsgrad": _parse_boolean, **_KERNELS}
+_ADAMW: Parsers = {"amsgrad": _parse_boolean, **_KERNELS}
 
 
 def _adamw(**fixed: Any) -> OptimizerChoice:
@@ -91,25 +92,17 @@ def _adamw(**fixed: Any) -> OptimizerChoice:
 def _bitsandbytes(known: BitsAndBytesOptimizer) -> OptimizerChoice:
     options, adam, finish = _BITSANDBYTES_OPTIONS[known.stock]
     fixed = {"optim_bits": known.bits, **({"is_paged": True} if known.paged else {})}
-    of_8_bits: dict[str, Callable[[Any], Any]] = {
-        "min_8bit_size": int,
-        WIDE_EMBEDDINGS: _parse_boolean,
-    }
-    takes: dict[str, Callable[[Any], Any]] = {
-        **options,
-        **(of_8_bits if known.bits == 8 else {}),
-    }
-    return OptimizerChoice("bitsandbytes", known.stock, fixed, takes, adam, finish)
+    if known.bits == 8:
+        options = {**options, "min_8bit_size": int, WIDE_EMBEDDINGS: _parse_boolean}
+    return OptimizerChoice("bitsandbytes", known.stock, fixed, options, adam, finish)
 
 
-_ADEMAMIX: dict[str, Callable[[Any], Any]] = {
+_ADEMAMIX: Parsers = {
     **dict.fromkeys(("beta1", "beta2", "beta3", "alpha", "eps"), float),
     "t_alpha": or_none(int),
     "t_beta3": or_none(int),
 }
-_BITSANDBYTES_OPTIONS: dict[
-    str, tuple[Mapping[str, Callable[[Any], Any]], tuple[str, ...], Any]
-] = {
+_BITSANDBYTES_OPTIONS: dict[str, tuple[Parsers, tuple[str, ...], Any]] = {
     "Adam": ({}, _ADAM, None),
     "AdamW": ({}, _ADAM, None),
     "AdEMAMix": (_ADEMAMIX, _ADAM, _three_betas),
@@ -203,14 +196,12 @@ def parse_arguments(optim_args: str | Mapping[str, Any] | None) -> Options:
     """Parse HF Trainer's ``optim_args``: ``"momentum=0.9, nesterov=true"``, or a mapping. Raise :class:`ConfigError`
     for other values.
     """
-    if not isinstance(optim_args, str | Mapping | None):
-        raise ConfigError(
-            f"optim_args={optim_args!r} cannot be read: write 'name=value,name=value'"
-        )
-    if not isinstance(optim_args, str):
+    if isinstance(optim_args, Mapping | None):
         return dict(optim_args or {})
-    pairs = [pair.split("=") for pair in optim_args.replace(" ", "").split(",") if pair]
-    if any(len(pair) != 2 for pair in pairs):
+    pairs = []
+    if isinstance(optim_args, str):
+        pairs = [pair.split("=") for pair in optim_args.replace(" ", "").split(",") if pair]
+    if not isinstance(optim_args, str) or any(len(pair) != 2 for pair in pairs):
         raise ConfigError(
             f"optim_args={optim_args!r} cannot be read: write 'name=value,name=value'"
         )

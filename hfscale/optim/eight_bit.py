@@ -57,7 +57,7 @@ def by_size(
     members: Sequence[Member],
     options: dict[str, Any],
     mesh: Mesh,
-    wide: Collection[str] = (),
+    wide: Collection[str],
 ) -> tuple[list[Member], list[Member], list[Member]]:
     """Divide the optimizer's parameters ``members`` into three lists: those with 8-bit states whose shards are updated
     in place, those with 8-bit states that are updated as full tensors, and those with 32-bit states. ``wide`` names
@@ -66,18 +66,17 @@ def by_size(
     narrow: list[Member] = []
     if options["optim_bits"] == 8:
         threshold = options.get("min_8bit_size", MIN_8BIT_SIZE)
-        large = [
-            member for member in members if torch.Size(member.planned.shape).numel() >= threshold
+        narrow = [
+            member
+            for member in members
+            if member.planned.numel >= threshold and member.planned.name not in wide
         ]
-        narrow = [member for member in large if member.planned.name not in wide]
     apart = [member for member in narrow if not flat_blocks_align(member.planned, BLOCK)]
     if apart and mesh.speaks_for_stage:
         names = [member.planned.name for member in apart]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        entries = sum(torch.Size(member.planned.shape).numel() for member in apart)
-        largest = max(
-            torch.Size(m.planned.shape).numel() * m.parameter.element_size() for m in apart
-        )
+        entries = sum(member.planned.numel for member in apart)
+        largest = max(m.planned.numel * m.parameter.element_size() for m in apart)
         warnings.warn(
             f"{name!r}: the shards of {shown} are not whole blocks of {BLOCK} entries, so these parameters are stepped "
             f"as full tensors: every step gathers weights and gradients of {entries:,} entries, one parameter at a "
@@ -99,7 +98,7 @@ def embedding_weights(runtime: Runtime) -> set[str]:
     }
     owned = {planned.name for planned, parameter in runtime.parameters() if id(parameter) in here}
     plans = runtime.plan.by_name
-    return owned | {plans[name].tied_to or name for name in names if name in plans}
+    return owned | {plans[name].first_name for name in names if name in plans}
 
 
 def try_step(device: torch.device) -> str:

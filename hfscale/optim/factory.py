@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..plan import ParameterPlan
 from ..plan.feature_plans import offloaded, refuse_aside
 from ..train.around import refuse_trained_around
 from ..train.runtime import Runtime, runtime_of
+from ..train.runtime.runtime import PassObserver
 from . import adafactor, muon
 from .added_options import Added, split_options
 from .catalog import OptimizerChoice, Options, find_choice, parse_arguments
@@ -53,21 +55,16 @@ def weight_decay_groups(runtime: Runtime, weight_decay: float) -> list[dict[str,
     name in the plan decides, not the name on this rank, so a parameter is in the same group in every layout.
     """
     owners = owners_of(runtime.around_it)
-    groups: list[dict[str, Any]] = [
-        {"params": [], "weight_decay": weight_decay},
-        {"params": [], "weight_decay": 0.0},
-    ]
+    decayed = list[Tensor]()
+    others = list[Tensor]()
     for planned, parameter in runtime.parameters():
         if parameter.requires_grad:
-            groups[
-                0
-                if decays(
-                    planned.name,
-                    owners.get(id(parameter), []),
-                )
-                else 1
-            ]["params"].append(parameter)
-    return groups
+            decay = decays(planned.name, owners.get(id(parameter), []))
+            (decayed if decay else others).append(parameter)
+    return [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
 
 
 _NARROW = (torch.float16, torch.bfloat16)
@@ -206,7 +203,7 @@ class _Order:
         ``defaults``. The function ``steppers`` gets the optimizer's parameters and the completed groups, and returns
         the objects that update the parameters.
         """
-        self.runtime.observer = None  # belongs to an earlier optimizer
+        self.runtime.observer = PassObserver()  # the present one belongs to an earlier optimizer
         full = [{**defaults, **group} for group in groups]
         members = members_of(full, self.plans)
         made = list(steppers(members, full))
@@ -313,23 +310,21 @@ def _muon(order: _Order) -> ShardedOptimizer:
             "projections' names, like 'qkv_proj'"
         )
     owners = owners_of(runtime.model)
-    groups: dict[str, list[dict[str, Any]]] = {
-        "muon": [],
-        "adamw": [],
-    }
+    matrices = list[dict[str, Any]]()
+    others = list[dict[str, Any]]()
+
+    def is_hidden(parameter: nn.Parameter) -> bool:
+        planned = order.plans[id(parameter)]
+        holders = owners.get(id(parameter), [])
+        return muon.is_hidden_matrix(planned, holders, runtime.plan.layers, stacks)
+
     for group in order.groups:
-        parts: dict[str, list[Any]] = {"muon": [], "adamw": []}
-        for parameter in group["params"]:
-            planned = order.plans[id(parameter)]
-            hidden = muon.is_hidden_matrix(
-                planned, owners.get(id(parameter), []), runtime.plan.layers, stacks
-            )
-            parts["muon" if hidden else "adamw"].append(parameter)
-        for kind, defaults in (("muon", ours), ("adamw", theirs)):
-            groups[kind].append({**defaults, **group, "params": parts[kind]})
+        own = group["params"]
+        matrices.append({**ours, **group, "params": list(filter(is_hidden, own))})
+        others.append({**theirs, **group, "params": list(filterfalse(is_hidden, own))})
 
     def steppers(members: Any, groups_of_both: Any) -> Any:
-        matrices = [member for member in members if member.group < len(order.groups)]
+        hidden = [member for member in members if member.group < len(order.groups)]
         rest = [member for member in members if member.group >= len(order.groups)]
         bounds = {
             m.planned.name: muon.bounds_of(
@@ -337,16 +332,12 @@ def _muon(order: _Order) -> ShardedOptimizer:
                 owners[id(m.parameter)],
                 split,
             )
-            for m in matrices
+            for m in hidden
         }
-        first = muon.MuonStepper(matrices, runtime.mesh, bounds, muon.NS_DTYPES[dtype])
+        first = muon.MuonStepper(hidden, runtime.mesh, bounds, muon.NS_DTYPES[dtype])
         return [first, LocalStepper(stock, rest, groups_of_both, runtime.mesh)]
 
-    return order.made(
-        [*groups["muon"], *groups["adamw"]],
-        {"lr": order.lr},
-        steppers,
-    )
+    return order.made(matrices + others, {"lr": order.lr}, steppers)
 
 
 _ENGINES: dict[str, Callable[[_Order], ShardedOptimizer]] = {

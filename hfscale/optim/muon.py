@@ -35,8 +35,7 @@ from .sharded import Groups, Member, State, Stepper, gradients_present, stock_de
 DEFAULTS: dict[str, Any] = stock_defaults(torch.optim.Muon)
 _EPS = DEFAULTS.pop("eps")
 ADJUSTMENTS = {
-    None: lambda rows, columns: math.sqrt(max(1, rows / columns)),
-    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    **dict.fromkeys((None, "original"), lambda rows, columns: math.sqrt(max(1, rows / columns))),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
 """``adjust_lr_fn`` -> function from rows and columns of a matrix to the factor on its learning rate."""

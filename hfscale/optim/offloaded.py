@@ -96,16 +96,8 @@ class OffloadedStepper(OneByOneStepper):
         copied.synchronize()
         tensors.clear()  # free gathered tensors before the next ones are gathered
         yield
-        pairs, none = (
-            dict(
-                zip(
-                    members,
-                    zip(copies, copies[count:], strict=False),
-                    strict=True,
-                )
-            ),
-            copies[0].new_empty(0),
-        )
+        pairs = dict(zip(members, zip(copies, copies[count:], strict=False), strict=True))
+        none = copies[0].new_empty(0)
         inner.step(groups, state, lambda member: pairs.get(member, (none, None)))
         with lanes.module.stream(lanes.inward):
             if count > 1:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config.parallel import ParallelConfig
@@ -217,7 +216,7 @@ class PlanContents:
             names: dict[str, str] = {}
             for parameter in self.parameters:
                 if self.is_local(rank, parameter.name):
-                    names.setdefault(parameter.tied_to or parameter.name, parameter.name)
+                    names.setdefault(parameter.first_name, parameter.name)
             self._local_names[rank] = names
         return self._local_names[rank]
 
@@ -248,7 +247,7 @@ class PlanContents:
     @property
     def parameter_count(self) -> int:
         """The number of entries of all parameters; tied parameters count once."""
-        return sum(prod(planned.shape) for planned in self.owned())
+        return sum(planned.numel for planned in self.owned())
 
     def owned(self) -> tuple[ParameterPlan, ...]:
         """Return each parameter once: a tied tensor under its first name."""

@@ -87,3 +87,13 @@ class AdapterParameter:
     tied_to: str | None = None  # the name of another parameter that is the same tensor
     tokens: tuple[int, ...] = ()  # the rows of ``base`` that the rows of this parameter replace
     adapter: str = "default"  # PEFT's name of the adapter
+
+    @property
+    def first_name(self) -> str:
+        """The name under which plans, shards and saves know the tensor, which may have several names."""
+        return self.tied_to or self.name
+
+    @property
+    def module(self) -> str:
+        """The name of the module that holds :attr:`base`."""
+        return self.base.rpartition(".")[0]

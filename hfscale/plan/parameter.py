@@ -19,6 +19,7 @@ The kinds of reductions, which run over the ranks of one mesh ``axis``::
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Literal
 
 import torch
@@ -60,8 +61,8 @@ def data_axes(spread: bool) -> tuple[str, str]:
 def reductions_of(
     layout: ParallelConfig,
     cuts: Sequence[Cut],
-    partial: Sequence[str] = (),
-    stages: Sequence[int] = (),
+    partial: Sequence[str],
+    stages: Sequence[int],
 ) -> tuple[Reduction, ...]:
     """Return the reductions of a parameter's gradient, in the order in which they run.
 
@@ -119,6 +120,16 @@ class ParameterPlan:
     # reductions of the gradient before the optimizer's step, in order
     reductions: tuple[Reduction, ...] = ()
     tied_to: str | None = None  # the name of another parameter that is the same tensor
+
+    @property
+    def first_name(self) -> str:
+        """The name under which shards and saves know the tensor, which may have several names."""
+        return self.tied_to or self.name
+
+    @property
+    def numel(self) -> int:
+        """The number of entries of the full parameter."""
+        return prod(self.shape)
 
     def local_shape(self, ranks: dict[str, int]) -> tuple[int, ...]:
         """Return the parameter's shape on the rank at coordinates ``ranks`` (axis -> rank)."""

@@ -117,7 +117,7 @@ def scales(planned: ParameterPlan, block: int, *lead: int, whole: bool = False) 
     ``planned``, and unsharded dims of sizes ``lead`` in front. A rank has the scales of its shard; with ``whole``,
     every rank has all scales.
     """
-    count = -(-prod(planned.shape) // block)
+    count = -(-planned.numel // block)
     cuts = () if whole else planned.cuts
     return StateTensor(
         (*lead, count), cuts, block=block if cuts else 0, weight=planned.shape if cuts else ()

@@ -67,9 +67,7 @@ def weights_per_rank(plan: PlanContents) -> tuple[int, int]:
     """Return the number of weights, and their bytes, on the rank that holds the most bytes of weights."""
 
     def weights(rank: int) -> tuple[int, int]:
-        once = {
-            p.tied_to or p.name: p for p in plan.parameters if plan.is_local(rank, p.name)
-        }.values()
+        once = {p.first_name: p for p in plan.parameters if plan.is_local(rank, p.name)}.values()
         sizes = [(prod(parameter.local_shape({})), parameter.dtype.itemsize) for parameter in once]
         return sum(count for count, _ in sizes), sum(count * size for count, size in sizes)
 
@@ -137,8 +135,8 @@ def render(plan: PlanContents) -> str:
         folded.setdefault((wild_name(parameter.name), *like), []).append(parameter)
     rows = [_row(group, plan) for group in folded.values()]
     title = (
-        f"{plan.family}: {sum(prod(parameter.shape) for parameter in plan.owned()):,} parameters "
-        f"({human(sum(prod(p.shape) * p.dtype.itemsize for p in plan.owned()))}) on {plan.layout.describe()}"
+        f"{plan.family}: {plan.parameter_count:,} parameters "
+        f"({human(sum(p.numel * p.dtype.itemsize for p in plan.owned()))}) on {plan.layout.describe()}"
     )
     ranks = f" = {plan.layout.total_size} ranks" if plan.layout.total_size > 1 else ""
     source = [f"blueprint: {plan.source}"] if plan.source else []

@@ -51,26 +51,26 @@ def refuse_trained_around(runtime: Runtime, model: nn.Module) -> None:
     """Raise :class:`ConfigError` if a layout of several ranks trains a wrapper of the parallelized model that has
     trained parameters of its own.
     """
-    layout = runtime.mesh.layout
-    if layout.total_size == 1 or not (trained := trained_around(runtime, model)):
+    if runtime.is_alone or not (trained := trained_around(runtime, model)):
         return
     raise ConfigError(
         f"{class_name(model)} trains {', '.join(list(trained)[:3])} outside of {class_name(runtime.model)}, whose "
-        f"layout {layout.describe()} does not cover them, so each rank would train its own copy: put them into the "
-        "model before hfscale.parallelize, adapt the layers by hfscale.get_peft_model (LoRA, IA3, LoHa), freeze "
-        "them, or use one process"
+        f"layout {runtime.mesh.layout.describe()} does not cover them, so each rank would train its own copy: put them "
+        "into the model before hfscale.parallelize, adapt the layers by hfscale.get_peft_model (LoRA, IA3, LoHa), "
+        "freeze them, or use one process"
     )
 
 
-def refuse_without_around(runtime: Runtime, model: nn.Module, call: str, instead: str) -> None:
+def refuse_without_around(runtime: Runtime, model: nn.Module, call: str) -> None:
     """Raise :class:`ConfigError` if the save named ``call`` would omit trained parameters that were added in or around
-    the model after it was built; ``instead`` is what the error recommends.
+    the model after it was built.
     """
     trained = list(trained_around(runtime, model))
     if trained:
         raise ConfigError(
             f"{call} writes {class_name(runtime.model)} as it was built, and would omit trainable parameters that "
-            f"were added later to the model or to a wrapper of it ({', '.join(trained[:3])}): {instead}"
+            f"were added later to the model or to a wrapper of it ({', '.join(trained[:3])}): save those by "
+            "model.save_pretrained or torch.save, in one process"
         )
 
 
@@ -79,7 +79,7 @@ def labels_around(runtime: Runtime, model: nn.Module, batch: Any) -> float | Non
     inside the model, so that the first label of each row is predicted, too. Return ``None`` if there is no such prompt,
     or if there are several ranks, since hfscale then adds the prompt to the batch itself.
     """
-    if runtime.mesh.layout.total_size > 1 or not puts_tokens_in_front(model):
+    if not runtime.is_alone or not puts_tokens_in_front(model):
         return None
     batches: Sequence[Any] = [batch] if isinstance(batch, Mapping) else batch
     return (

@@ -190,7 +190,7 @@ class ModelTeacher:
         planned = [
             runtime.plan.by_name.get(f"{runtime.plan.head}.{part}") for part in ("weight", "bias")
         ]
-        names = [each.tied_to or each.name for each in planned if each is not None]
+        names = [each.first_name for each in planned if each is not None]
         entries = [
             each for each in tensors_to_save(runtime) if each.planned and each.planned.name in names
         ]
@@ -204,17 +204,15 @@ class ModelTeacher:
             if entry.planned and whole.numel():
                 own = whole if cut is None else cut.take(whole, mesh.tp_rank).clone()
                 copied[entry.planned.name] = own.detach().to(mesh.device, _computes_in(runtime))
-        weight, bias, *_ = *(copied.get(name) for name in names), None, None
         nothing = torch.empty(0, device=mesh.device)
-        weight = nothing if weight is None else weight
-        finish = next(known[0] for _, known in told if known is not None)
-        given: dict[str, Any] = {
-            "hidden": nothing,
-            "weight": weight,
-            "bias": bias,
-            "finish": finish,
-        }
-        return TeacherRows(**given, beta=self.beta, temperature=self.temperature)
+        return TeacherRows(
+            hidden=nothing,
+            weight=copied.get(names[0], nothing),
+            bias=copied.get(names[1]) if len(names) > 1 else None,
+            finish=next(known[0] for _, known in told if known is not None),
+            beta=self.beta,
+            temperature=self.temperature,
+        )
 
     def _check_adapters(self) -> None:
         runtime = self._teacher

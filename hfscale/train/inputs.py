@@ -32,6 +32,7 @@ from .runtime.batches import (
     to_device,
     total_of,
 )
+from .runtime.runtime import Reports
 
 # Indices into embedding tables.
 _INDICES = (
@@ -327,25 +328,23 @@ def _agreed(
     # Not with microbatches in flight: then stages are in different steps.
     compares = not (train and executor.under_way)
     sharing = runtime.mesh.sharing if compares else None
-    reports = executor.reports if compares else None
+    reports = executor.reports if compares else Reports()
     given = list[Microbatch]()
     seen = None
     refused = None
-    told: tuple[list[int], list[Tensor]] = [], []
     try:
         given = _microbatches(runtime, microbatches_of(batch, routes), loss)
-        told = told if reports is None else reports.numbers_to_compare(train)
+        told = reports.numbers_to_compare(train)
         seen = look_at(
             given, loss.count_labels, hashed=sharing is not None, tokens=_vocabulary(runtime, given)
         )
     except ConfigError as error:  # the other ranks must not wait for this rank
         refused = error
-        told = told if reports is None else reports.numbers_to_compare(False)
+        told = reports.numbers_to_compare(False)
     rows, ranks = agree(given, seen, train, sharing, *told)
     if refused is not None:
         raise refused
-    if reports is not None:
-        reports.compare_numbers(ranks)
+    reports.compare_numbers(ranks)
     return given, rows
 
 
@@ -369,7 +368,7 @@ def _vocabulary(runtime: Runtime, batches: Sequence[Batch]) -> int | None:
         on_host = all(each is None or each.device.type == "cpu" for each in ids)
         if not on_host or runtime.mesh.control is None:
             return None
-    return shape[0] + (0 if runtime.adapters is None else runtime.adapters.tokens_in_front(runtime))
+    return shape[0] + runtime.prompt.tokens
 
 
 def _refuse_outside(runtime: Runtime, outside: int) -> None:
@@ -390,15 +389,14 @@ def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> l
         check_microbatch(runtime, microbatch, loss)
         filled.append(_without_gaps(runtime, microbatch))
     asks = "" if loss.needs_labels else "loss_fn"
-    if runtime.observer is not None and runtime.model.training and torch.is_grad_enabled():
-        asks = runtime.observer.needs_rows
+    if runtime.model.training and torch.is_grad_enabled():
+        asks = runtime.observer.needs_rows or asks
     if asks and any(new is not old for new, old in zip(filled, given, strict=True)):
         raise ConfigError(
             f"a batch must have at least one row on every rank for {asks}, got none on this rank: pass at least one "
             "row"
         )
-    if runtime.adapters is not None:
-        filled = [runtime.adapters.in_front(runtime, microbatch) for microbatch in filled]
+    filled = list(map(runtime.prompt.in_front, filled))
     shared = list(map(Microbatch, runtime.executor.share_out(filled)))
     for microbatch in shared:
         microbatch.parts = len(shared) // len(given)

@@ -50,7 +50,7 @@ class StepTimes(Part):
 
     def is_needed(self, runtime: Runtime) -> bool:
         """Return whether there are several ranks to compare."""
-        return runtime.mesh.layout.total_size > 1
+        return not runtime.is_alone
 
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool

@@ -12,6 +12,7 @@ restart.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,44 +41,38 @@ _ABOUT = "teacher.json"
 _STORED = ("log_probs", "tokens", "rest")
 
 
+@dataclass
 class TeacherWriter:
     """Write the files of a stored teacher, one per group of batches (a shard); see :meth:`hfscale.Teacher.write`."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        batches: Sequence[Batch],
-        directory: Path,
-        top_k: int,
-        temperature: float,
-        each: int,
-    ) -> None:
-        check_count("top_k", top_k)
-        check_count("batches_per_shard", each)
-        check_number("temperature", temperature, above=0)
-        known = vocabulary_of(runtime)
-        if top_k > known["vocabulary"]:
+    runtime: Runtime
+    batches: Sequence[Batch]
+    directory: Path
+    top_k: int
+    temperature: float
+    each: int  # batches per shard
+
+    def __post_init__(self) -> None:
+        check_count("top_k", self.top_k)
+        check_count("batches_per_shard", self.each)
+        check_number("temperature", self.temperature, above=0)
+        known = vocabulary_of(self.runtime)
+        if self.top_k > known["vocabulary"]:
             raise ConfigError(
-                f"top_k={top_k} is more than the vocabulary of {known['vocabulary']} tokens: use fewer"
+                f"top_k={self.top_k} is more than the vocabulary of {known['vocabulary']} tokens: use fewer"
             )
-        self._runtime = runtime
-        self._batches = batches
-        self._directory = directory
-        self._each = each
-        self._top_k = top_k
-        self._temperature = temperature
-        count = -(-len(batches) // each)
-        self._about = {**known, "top_k": top_k, "temperature": temperature, "shards": count}
+        asked = {"top_k": self.top_k, "temperature": self.temperature}
+        self._about = {**known, **asked, "shards": -(-len(self.batches) // self.each)}
 
     @torch.no_grad()
     def write(self) -> None:
         """Write the files (shards) that the directory lacks; each data rank writes one at a time. Collective."""
-        mesh = self._runtime.mesh
-        with all_or_none(mesh, f"{self._directory} cannot be written"):
+        mesh = self.runtime.mesh
+        with all_or_none(mesh, f"{self.directory} cannot be written"):
             missing = mesh.all_gather_object(self._missing() if mesh.rank == 0 else None)[0]
         if isinstance(missing, str):
             raise ConfigError(missing)
-        with evaluating(self._runtime.model):
+        with evaluating(self.runtime.model):
             for first in range(0, len(missing), mesh.batch_world):
                 own = (
                     missing[first + mesh.batch_rank :][:1]
@@ -88,7 +83,7 @@ class TeacherWriter:
                 failure = ""
                 if own and mesh.speaks_for_batch:
                     try:
-                        file = _shard_file(self._directory, own[0])
+                        file = _shard_file(self.directory, own[0])
                         part = file.with_suffix(
                             ".part"
                         )  # temporary name until the file is complete
@@ -102,11 +97,11 @@ class TeacherWriter:
         """Return the numbers of the files (shards) that the directory lacks, or a text that says why it cannot be
         written.
         """
-        path = self._directory / _ABOUT
+        path = self.directory / _ABOUT
         try:
-            digests = "".join(digest for batch in self._batches for _, digest, _ in _texts(batch))
+            digests = "".join(digest for batch in self.batches for _, digest, _ in _texts(batch))
             about = {**self._about, "texts": hashlib.sha256(digests.encode()).hexdigest()}
-            self._directory.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(parents=True, exist_ok=True)
             then = json.loads(path.read_text()) if path.is_file() else about
             apart = [
                 f"{name}={then.get(name)!r}"
@@ -114,7 +109,7 @@ class TeacherWriter:
                 if then.get(name) != value
             ]
             if apart:
-                return f"{self._directory} holds another teacher ({', '.join(apart)}): write to another directory"
+                return f"{self.directory} holds another teacher ({', '.join(apart)}): write to another directory"
             if not path.is_file():
                 part = path.with_suffix(".part")
                 part.write_text(json.dumps(about, indent=2) + "\n")
@@ -122,27 +117,27 @@ class TeacherWriter:
         except ConfigError as error:  # a batch that cannot be stored
             return str(error)
         except (OSError, ValueError) as error:
-            return f"{self._directory} cannot be written: {error}"
+            return f"{self.directory} cannot be written: {error}"
         return [
             shard
             for shard in range(self._about["shards"])
-            if not _shard_file(self._directory, shard).is_file()
+            if not _shard_file(self.directory, shard).is_file()
         ]
 
     def _shard(self, shard: int | None) -> dict[str, Tensor]:
         """Run the teacher on the batches of file number ``shard``, and return the file's tensors. With ``None``, the
         forward passes still run, because other ranks gather weights in them, but there is nothing to return.
         """
-        first = 0 if shard is None else shard * self._each
+        first = 0 if shard is None else shard * self.each
         columns: dict[str, list[Tensor]] = {name: [] for name in _STORED}
         digests = list[str]()
         lengths = list[int]()
-        for place in range(first, first + self._each):
-            counts = shard is not None and place < len(self._batches)
-            batch = self._batches[place if counts else 0]
-            made = scored(self._runtime, batch, self._read)[0]
+        for place in range(first, first + self.each):
+            counts = shard is not None and place < len(self.batches)
+            batch = self.batches[place if counts else 0]
+            made = scored(self.runtime, batch, self._read)[0]
             for row, digest, places in (
-                _texts(batch) if counts and self._runtime.mesh.speaks_for_batch else ()
+                _texts(batch) if counts and self.runtime.mesh.speaks_for_batch else ()
             ):
                 digests.append(digest)
                 lengths.append(len(places))
@@ -170,7 +165,7 @@ class TeacherWriter:
         rows = hidden.reshape(-1, hidden.shape[-1])
         shape = hidden.shape[:-1]
         step = rows_per_chunk(len(rows), 2 * vocabulary.widest, rows.device)
-        asked = self._top_k, self._temperature, vocabulary
+        asked = self.top_k, self.temperature, vocabulary
         parts = [top_tokens(logits.logits(chunk), *asked) for chunk in rows.split(step)]
         joined = (torch.cat(each) for each in zip(*parts, strict=True))
         return {
@@ -192,11 +187,8 @@ class StoredTeacher(ModelTeacher):
                 "hfscale.Teacher.write has written"
             )
         about = json.loads((directory / _ABOUT).read_text())
-        self.beta, self.temperature, self._top_k = (
-            beta,
-            float(about["temperature"]),
-            int(about["top_k"]),
-        )
+        self.beta = beta
+        self.temperature = float(about["temperature"])
         check_vocabulary(about, self._student)
         missing = [
             shard for shard in range(about["shards"]) if not _shard_file(directory, shard).is_file()
@@ -269,8 +261,13 @@ class StoredTeacher(ModelTeacher):
         return tuple(made)
 
     def _taught(self, log_probs: Tensor, tokens: Tensor, rest: Tensor) -> TaughtRows:  # type: ignore[override]
-        given = {"stored": log_probs, "tokens": tokens.long(), "rest": rest}
-        return StoredRows(**given, beta=self.beta, temperature=self.temperature)
+        return StoredRows(
+            stored=log_probs,
+            tokens=tokens.long(),
+            rest=rest,
+            beta=self.beta,
+            temperature=self.temperature,
+        )
 
 
 class Teacher(ModelTeacher):

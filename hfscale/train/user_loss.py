@@ -297,9 +297,7 @@ class UserLoss:
         """
         runtime = self._runtime
         refuse_without_flush(runtime, "loss_fn")
-        adapters = runtime.adapters
-        prompted = adapters is not None and adapters.tokens_in_front(runtime) > 0
-        if prompted and runtime.mesh.layout.cuts_sequences:
+        if runtime.prompt.tokens and runtime.mesh.layout.cuts_sequences:
             raise ConfigError(
                 "loss_fn needs rows whose tokens are on one rank if an adapter adds a prompt before them, got "
                 f"{runtime.mesh.layout.describe()}, where ranks share a row and its prompt: leave loss_fn out, or use "
@@ -352,10 +350,7 @@ class UserLoss:
         front of each row.
         """
         given = self._given[index]
-        adapters = self._runtime.adapters
-        if adapters is None:
-            return given
-        own = adapters.without_prompt(self._runtime, given)
+        own = self._runtime.prompt.without(given)
         return given if own is given else given.like(own)
 
     def _read(self, found: Any) -> tuple[Tensor | None, Tensor | float]:

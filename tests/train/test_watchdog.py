@@ -88,9 +88,7 @@ def test_who_waits_for_whom(
     pools: Pools, tmp_path: Path, layout: dict[str, Any], late: int, waits: str
 ) -> None:
     told = pools(2).run(hang, layout, late, str(tmp_path / "mark"))[1 - late]
-    head = (
-        "[hfscale watchdog] ranks have waited for more than 0.5 s. Look at those that do not wait"
-    )
+    head = "[hfscale watchdog] ranks have waited for more than 0.5 s. Look at the ranks that do not wait"
     found = next(report.splitlines() for report in told.split(head) if is_seen(report))
     (waiting,) = (line for line in found if line.startswith(f"  rank {1 - late}: waits in "))
     assert re.search(

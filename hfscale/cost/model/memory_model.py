@@ -249,7 +249,7 @@ def _looked_up(plan: Plan, pp_rank: int) -> set[str]:
     except the head's weight.
     """
     head = plan.by_name.get(f"{plan.head}.weight") if has_head(plan, pp_rank) else None
-    multiplied = {head.tied_to or head.name} if head is not None else set[str]()
+    multiplied = {head.first_name} if head is not None else set[str]()
     return {name for name in around_layers(plan) if is_matrix(plan, name)} - multiplied
 
 
@@ -397,7 +397,7 @@ def _loss(plan: Plan, situation: Situation, chunk_rows: int, fused: bool) -> int
     if not has_head(plan, situation.pp_rank):
         return 0
     weight = plan.by_name[f"{plan.head}.weight"]
-    owner = weight.tied_to or weight.name
+    owner = weight.first_name
     whole = weight.model_shape(situation.ranks)
     wide = max(4, weight.dtype.itemsize)
     gradient = wide * prod(whole) if owner in situation.trained else 0

@@ -301,11 +301,9 @@ def take_step(
     return the bytes that the rank sends.
     """
     runtime = runtime_of(model)
-    streams = runtime.streams
     executor = runtime.executor
     # In a real run, ranks exchange random seeds, and stages exchange dtypes, before the first step.
-    if streams is not None:
-        streams.agreed = True
+    runtime.streams.agreed = True
     if isinstance(executor, Pipeline):
         dtype = torch.bfloat16 if mixed_precision != "no" else next(model.parameters()).dtype
         executor.expect((model.config.get_text_config(decoder=True).hidden_size,), dtype)

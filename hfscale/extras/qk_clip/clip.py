@@ -40,6 +40,7 @@ from ...parallel.context.cut_batch import MaskBlocks
 from ...parallel.context.engine import gather_sequences
 from ...plan.parameter import MODEL_AXES
 from ...train.runtime import Runtime, recomputing
+from ...train.runtime.runtime import PassObserver
 
 PROJECTIONS = ("q_proj", "k_proj")
 _PREFIX = "measured_"
@@ -48,7 +49,7 @@ _ROWS = 256  # queries per block under a causal mask; later keys are skipped
 _HIDDEN = -9e3  # masks hide a key by adding a dtype's minimum, or -1e4
 
 
-class LargestScores:
+class LargestScores(PassObserver):
     """Measure the largest score of each query head of some attention ``modules``, as long as this object is referenced.
 
     A score is query times key times scaling, before softcaps, biases and sinks. Hidden pairs do not count, and neither

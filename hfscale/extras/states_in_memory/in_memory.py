@@ -47,7 +47,7 @@ from ...distributed.files.complete import Mark, mark_complete
 from ...distributed.files.directories import target_of
 from ...errors import CheckpointError, check_count
 from ...train.runtime import runtime_of
-from ...train.runtime.writing import all_or_none, is_writer
+from ...train.runtime.writing import all_or_none
 from .hosts import Hosts
 
 _log = logging.getLogger(__name__)
@@ -270,7 +270,7 @@ class StatesInMemory:
 
         if (
             none_there(disk, mesh)
-            or not mesh.all_gather_object(is_writer(mesh) and newer(candidates(disk)[0]))[0]
+            or not mesh.all_gather_object(mesh.is_first and newer(candidates(disk)[0]))[0]
         ):
             return False
         try:

@@ -67,7 +67,7 @@ def install_adapter_edges(runtime: Runtime) -> set[nn.Module]:
             module = _reader_of(model, adapter, holder)
             # The module that computes with all experts reads the experts' factors.
             if adapter.experts:
-                module = model.get_submodule(adapter.base.rpartition(".")[0])
+                module = model.get_submodule(adapter.module)
             if _is_computed_by_all(plan, adapter):
                 read = partial(_read_by_first, sums, runtime.mesh.tp_rank == 0)
                 read_through(module, holder, {name: read})
@@ -86,7 +86,7 @@ def _reader_of(model: nn.Module, adapter: AdapterParameter, holder: nn.Module) -
     one vector that all wrappers of UniLoRA share, this is the module with this adapter.
     """
     if adapter.kept_in == UNILORA_VECTOR:
-        return module_at(model, adapter.base.rpartition(".")[0])
+        return module_at(model, adapter.module)
     return computes_with(model, holder)
 
 

@@ -17,6 +17,16 @@ from ...plan import AdapterParameter, Plan
 from ...train.runtime import find_runtime
 from ...train.runtime.parameter_names import stock_name, unwrapped
 
+# The plan handles ties, token rows are wrapped one module at a time, and targets are full names.
+_PLANNED = (
+    "trainable_token_indices",
+    "ensure_weight_tying",
+    "modules_to_tie",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+)
+
 
 def wrap(model: Any, config: Any, name: str, autocast: bool = True, beside: bool = False) -> Any:
     """Return PEFT's model around ``model``, with factors on the meta device. With ``beside``, ``model`` is already
@@ -53,11 +63,7 @@ def narrowed(
     if getattr(result, "feedforward_modules", None) is not None:
         result.feedforward_modules = [n for n in targets if peft.is_feedforward(config, n)]
     result.modules_to_save = list(copies) or None
-    # The plan handles ties, and token rows are wrapped one module at a time.
-    for field in ("trainable_token_indices", "ensure_weight_tying", "modules_to_tie"):
-        if hasattr(result, field):
-            setattr(result, field, None)
-    for field in ("exclude_modules", "layers_to_transform", "layers_pattern"):
+    for field in _PLANNED:
         if hasattr(result, field):
             setattr(result, field, None)
     return result
@@ -156,9 +162,7 @@ def targets_of(adapters: Collection[AdapterParameter]) -> tuple[list[str], list[
     which PEFT trains a copy.
     """
     made = [adapter for adapter in adapters if adapter.kept_in not in (peft.COPY, peft.TOKEN_ROWS)]
-    modules = dict.fromkeys(
-        adapter.base.rpartition(".")[0] for adapter in made if not adapter.experts
-    )
+    modules = dict.fromkeys(adapter.module for adapter in made if not adapter.experts)
     parameters = dict.fromkeys(adapter.base for adapter in made if adapter.experts)
     copied = (stock_name(adapter.name) for adapter in adapters if adapter.kept_in == peft.COPY)
     return (
@@ -175,7 +179,7 @@ def check_matches(
     is the config ``asked`` after PEFT's changes: projection names of older models become parameters of experts.
     """
     modules, parameters, copies = targets_of(adapters)
-    modules += [adapter.base.rpartition(".")[0] for adapter in adapters if adapter.tokens]
+    modules += [adapter.module for adapter in adapters if adapter.tokens]
     known = [name.rpartition(".")[0] for name in plan.by_name]
     for field, matched in (
         ("target_modules", modules),

@@ -26,7 +26,7 @@ from ...distributed.ops.quantized_weights import encodings_of, shown_decoded
 from ...distributed.process_groups import add_ties
 from ...errors import ConfigError, PlanError
 from ...plan import AdapterParameter, Plan
-from ...train.runtime import Batch, Part, Runtime
+from ...train.runtime import Part, Runtime
 from ...train.runtime.parameter_names import owner_of, parameter_at, unwrapped
 from ...train.runtime.shards import LocalWeights, gather_full
 from ...train.runtime.writing import all_or_none
@@ -34,14 +34,7 @@ from .adapter_edges import install_adapter_edges
 from .adapter_structure import guard_methods, inject_alone, narrowed, quietly, targets_of
 from .merge_adapters import dequantized_share, put_back
 from .planned import type_beside, wrap_and_plan
-from .prompts import (
-    around_local,
-    first_prompt,
-    in_front,
-    install_prompts,
-    tokens_in_front,
-    without_prompt,
-)
+from .prompts import around_local, first_prompt, install_prompts
 from .several import directories_of, saved_directories
 from .shared_values import buffer_names, share_fixed, stored_buffers
 from .storage import (
@@ -51,7 +44,7 @@ from .storage import (
     starts_by_products,
     stored_names,
 )
-from .token_rows import first_rows, keep_first_rows, wrap_local
+from .token_rows import first_rows, wrap_local
 from .whole_projections import shown_whole
 
 NOT_ADDED = "the adapter could not be added, and the model is as it was"
@@ -125,23 +118,9 @@ class Adapters(Part):
     def _stored_in(self, adapter: str, runtime: Runtime) -> dict[str, str]:
         plan = runtime.plan
         parameters = stored_names(self.whole, adapter, plan, "auto")
-        keys = {
-            key: f"weights/{plan.by_name[name].tied_to or name}" for name, key in parameters.items()
-        }
+        keys = {key: f"weights/{plan.by_name[name].first_name}" for name, key in parameters.items()}
         fixed = stored_buffers(self.whole, adapter)
         return keys | {key: f"buffers/{name}" for key, name in fixed.items()}
-
-    def in_front(self, runtime: Runtime, batch: Batch) -> Batch:
-        """Return the batch with the prompt's tokens before every row, or unchanged if the model has no prompt."""
-        return in_front(runtime.plan, self.peft_model, batch)
-
-    def without_prompt(self, runtime: Runtime, batch: Batch) -> Batch:
-        """Return a batch without the prompt's tokens before its rows."""
-        return without_prompt(runtime.plan, self.peft_model, batch)
-
-    def tokens_in_front(self, runtime: Runtime) -> int:
-        """Return how many tokens the prompt adds before each row; 0 without a prompt."""
-        return tokens_in_front(runtime.plan, self.peft_model)
 
     def buffer_names(self) -> dict[str, str]:
         """Map this rank's names of the wrappers' buffers to names that are equal on all ranks."""
@@ -156,11 +135,11 @@ def attach_adapters(
     mesh: Mesh,
     shares: dict[str, Tensor],
     *,
-    source: str | None = None,
+    source: str | None,
     name: str = "default",
-    seed: int | None = 0,
+    seed: int | None,
     autocast: bool = True,
-    fused: bool = True,
+    fused: bool,
     beside: Adapters | None = None,
 ) -> tuple[Adapters, Plan]:
     """Wrap the modules that ``config`` targets, and add the adapters' values to ``shares``, this rank's final shards by
@@ -204,12 +183,7 @@ def attach_adapters(
                 made = first_prompt(model, whole, name, planned, mesh, shares)
         else:
             made = drawn.values(whole.get_base_model(), added, seed)
-        rows = first_rows(planned, mesh, shares)
-        keep_first_rows(model, planned, mesh, rows)
-        made |= {
-            owner: planned.by_name[owner].take(whole_rows, mesh.ranks).clone()
-            for owner, whole_rows in rows.items()
-        }
+        made |= first_rows(model, planned, mesh, shares)
         made.update(loaded)
     except Exception:  # restore the model without the adapter
         if beside is None:
@@ -311,7 +285,7 @@ def _give_local_shapes(
                 f"{adapter.name} must have the shape {shape} on this rank, but PEFT created {tuple(old.shape)}: report "
                 "this with the peft_config"
             )
-        owner = adapter.tied_to or adapter.name
+        owner = adapter.first_name
         if owner not in made:
             kind = adapter.dtype
             if adapter.kept_in not in IN_FRONT:
@@ -331,7 +305,7 @@ def _type_of(
 ) -> torch.dtype:
     module, attribute = owner_of(model, adapter.base)
     encoding = encodings_of(module).get(attribute)
-    kept = shares[plan.by_name[adapter.base].tied_to or adapter.base]
+    kept = shares[plan.by_name[adapter.base].first_name]
     base = kept.dtype if encoding is None else encoding.dtype
     # PEFT leaves factors of quantized weights in float32.
     return type_beside(base, adapter.kept_in, autocast or encoding is not None)
@@ -374,10 +348,10 @@ class _NewAdapters:
         by_module: dict[str, list[AdapterParameter]] = {}
         for adapter in adapters:
             if adapter.kept_in not in (*COPIES, TOKEN_ROWS):
-                by_module.setdefault(adapter.base.rpartition(".")[0], []).append(adapter)
+                by_module.setdefault(adapter.module, []).append(adapter)
             elif adapter.kept_in in COPIES and plan.is_local(mesh.pp_rank, adapter.name):
-                made[adapter.tied_to or adapter.name] = self.shares[
-                    plan.by_name[adapter.base].tied_to or adapter.base
+                made[adapter.first_name] = self.shares[
+                    plan.by_name[adapter.base].first_name
                 ].clone()
         with _random_numbers(seed, mesh):
             for path in sorted(
@@ -416,7 +390,7 @@ class _NewAdapters:
         for key, old in before.items():
             new = getattr(module, key).detach()
             if not torch.equal(new, old):
-                owner = self.plan.by_name[f"{path}.{key}"].tied_to or f"{path}.{key}"
+                owner = self.plan.by_name[f"{path}.{key}"].first_name
                 kept = weights[key]
                 full[owner] = kept + (new - old).to(kept.dtype) if new.dtype != kept.dtype else new
         ranks = self.mesh.ranks
@@ -446,14 +420,13 @@ class _NewAdapters:
         weights in their own dtype, by name within the module.
         """
         weights = {}
-        quantized = self.plan.quantized.weights if self.plan.quantized is not None else ()
         for key, parameter in module.named_parameters(recurse=False):
             planned = self.plan.by_name[f"{path}.{key}"]
             name = planned.name
             share = (
                 self.dequantized(name)
-                if name in quantized
-                else self.shares[planned.tied_to or name]
+                if name in self.plan.quantized_weights
+                else self.shares[planned.first_name]
             )
             weights[key] = gather_full(
                 share.contiguous(), planned.shape, planned.cuts, self.mesh

@@ -63,15 +63,12 @@ class FusedAdapters(Part):
         if head is not None and runtime.is_local(head):
             left_out.add(module_at(runtime.model, head))
         for wrapper in runtime.model.modules():
-            if wrapper not in left_out and "forward" not in vars(wrapper) and _is_fused(wrapper):
+            if wrapper in left_out or "forward" in vars(wrapper) or not is_wrapper(wrapper):
+                continue
+            if why_unfused(wrapper) is None:
                 _note_forwards(wrapper)
-                wrapper.forward = MethodType(
-                    _forward, wrapper
-                )  # no closure, so that a deep copy calls the copied wrapper
-
-
-def _is_fused(module: Any) -> bool:
-    return is_wrapper(module) and why_unfused(module) is None
+                # no closure, so that a deep copy calls the copied wrapper
+                wrapper.forward = MethodType(_forward, wrapper)
 
 
 def why_unfused(wrapper: Any) -> str | None:
@@ -88,11 +85,7 @@ def _note_forwards(wrapper: Any) -> None:
     """
     factors = (*modules_in(wrapper, LORA_A), *modules_in(wrapper, LORA_B))
     for module in (wrapper.base_layer, *factors):
-        setattr(module, _NOTED, _own_forward(module))
-
-
-def _own_forward(module: nn.Module) -> Any:
-    return vars(module).get("forward")
+        setattr(module, _NOTED, vars(module).get("forward"))
 
 
 def _is_as_noted(module: nn.Module) -> bool:

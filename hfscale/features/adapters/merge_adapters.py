@@ -35,12 +35,12 @@ def refuse_tied(adapters: Any, plan: Plan, kinds: Collection[str] | None = None)
     stock: Plan = adapters.stock_plan
     names: dict[str, set[str]] = {}
     for planned in stock.parameters:
-        names.setdefault(planned.tied_to or planned.name, set()).add(planned.name)
+        names.setdefault(planned.first_name, set()).add(planned.name)
     for adapter in plan.adapters:
-        same = names[stock.by_name[adapter.base].tied_to or adapter.base]
+        same = names[stock.by_name[adapter.base].first_name]
         alike = {a.base for a in plan.adapters if adapter.name in (a.name, a.tied_to)}
         merged = kinds is None or adapter.kept_in in kinds
-        bias = f"{adapter.base.rpartition('.')[0]}.bias"
+        bias = f"{adapter.module}.bias"
         if merged and adapter.kept_in in IN_FRONT:
             raise ConfigError(
                 f"{adapter.name} must be an adapter of weights to be merged, got a prompt, whose virtual tokens "
@@ -66,11 +66,7 @@ def refuse_not_finite(runtime: Runtime) -> None:
     """
     plan = runtime.plan
     bad = list[str]()
-    wanted = {
-        name
-        for adapter in plan.adapters
-        for name in (adapter.tied_to or adapter.name, adapter.base)
-    }
+    wanted = {name for adapter in plan.adapters for name in (adapter.first_name, adapter.base)}
     for planned, parameter in runtime.parameters():
         local = local_tensor(parameter.detach())
         if (
@@ -92,10 +88,10 @@ def refuse_not_finite(runtime: Runtime) -> None:
 
 
 def merge_local_weights(
-    adapters: Any, runtime: Runtime, shares: dict[str, Tensor], names: Sequence[str] | None = None
+    adapters: Any, runtime: Runtime, shares: dict[str, Tensor], names: Sequence[str]
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Merge the adapters ``names`` (``None``: the active ones) into the weights of a model whose sharding is undone
-    (its parameters are local shards).
+    """Merge the adapters ``names`` into the weights of a model whose sharding is undone (its parameters are local
+    shards).
 
     ``shares`` are this rank's final shards of weights and adapters, and are changed in place. Restore the stock
     modules, and return the stock model, on the meta device, and its shards. If merging fails on one rank, raise
@@ -143,19 +139,14 @@ def unload_local_weights(
     adapters: Any, runtime: Runtime, shares: dict[str, Tensor]
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """Remove the adapters of a model whose sharding is undone, without merging them, and replace modules by their
-    trained copies. Return the same values as :func:`merge_local_weights`; collective.
+    trained copies. Return the same values as :func:`merge_local_weights`.
     """
     plan = runtime.plan
-    mesh = runtime.mesh
-    here = plan.local_names(mesh.pp_rank)
+    here = plan.local_names(runtime.mesh.pp_rank)
     for adapter in plan.adapters:
-        planned = plan.by_name[adapter.base]
-        base = planned.tied_to or planned.name
+        base = plan.by_name[adapter.base].first_name
         if adapter.kept_in == COPY and base in here and adapter.adapter in adapters.active:
-            copied = plan.by_name[adapter.tied_to or adapter.name]
-            share = shares[copied.name].contiguous()
-            whole = gather_full(share, copied.model_shape(mesh.ranks), copied.data_cuts, mesh)
-            shares[base] = _cut_over_data(plan.by_name[base], whole, mesh.ranks)
+            shares[base] = shares[adapter.first_name]  # sharded like the weight
     put_back(runtime.model)
     for adapter in plan.adapters:
         shares.pop(adapter.name, None)
@@ -173,7 +164,7 @@ def dequantized_weights(runtime: Runtime, dtype: torch.dtype) -> dict[str, Tenso
     plan = runtime.plan
     mesh = runtime.mesh
     shares: dict[str, Tensor] = {}
-    for name in plan.quantized.weights if plan.quantized is not None else ():
+    for name in plan.quantized_weights:
         if plan.is_local(mesh.pp_rank, name):
             whole = dequantized_share(runtime.model, plan, name).to(dtype)
             shares[name] = _cut_over_data(plan.by_name[name], whole, mesh.ranks)
@@ -275,16 +266,16 @@ class WholeMerge:
         for adapter in adapters:
             base = plan.by_name[adapter.base]
             if adapter.kept_in in COPIES:
-                self._copies[base.tied_to or base.name] = adapter.tied_to or adapter.name
+                self._copies[base.first_name] = adapter.first_name
                 continue
             if adapter.kept_in == TOKEN_ROWS:
-                self._rows[base.tied_to or base.name] = adapter
+                self._rows[base.first_name] = adapter
                 continue
-            path = adapter.base.rpartition(".")[0]
+            path = adapter.module
             self._around.setdefault(path, []).append(adapter)
             for name in (adapter.base, f"{path}.bias"):
                 if name in plan.by_name:
-                    self._path_of[plan.by_name[name].tied_to or name] = path
+                    self._path_of[plan.by_name[name].first_name] = path
 
     def changes(self, name: str) -> bool:
         """Return whether the weight ``name`` has an adapter."""
@@ -298,7 +289,7 @@ class WholeMerge:
         if name in self._copies:
             return [self._copies[name]]
         if name in self._rows:
-            return [name, self._owner_of_rows(name)]
+            return [name, self._rows[name].first_name]
         if name not in self._path_of:
             return [name]
         path = self._path_of[name]
@@ -311,7 +302,7 @@ class WholeMerge:
             dict.fromkeys(
                 [
                     *bases,
-                    *(a.tied_to or a.name for a in self._around[path]),
+                    *(a.first_name for a in self._around[path]),
                 ]
             )
         )
@@ -370,7 +361,7 @@ class WholeMerge:
             kept = nn.Parameter(self._read(base, path, parts[base]), requires_grad=False)
             put_parameter(wrapper, self._name_inside(base, path), kept)
         for adapter in self._around[path]:
-            factor = nn.Parameter(parts[adapter.tied_to or adapter.name], requires_grad=False)
+            factor = nn.Parameter(parts[adapter.first_name], requires_grad=False)
             put_parameter(wrapper, adapter.name.removeprefix(f"{path}."), factor)
         merge_wrapper(wrapper, self._names)
         weights = {
@@ -393,16 +384,12 @@ class WholeMerge:
         planned = self._plan.by_name[base]
         return planned.take(value, self._ranks, tuple(cut.axis for cut in planned.model_cuts))
 
-    def _owner_of_rows(self, name: str) -> str:
-        adapter = self._rows[name]
-        return adapter.tied_to or adapter.name
-
     def _with_rows(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
         """Return the weight ``name`` with its adapter's token rows in place of its own rows."""
         planned = self._plan.by_name[name]
         held = replace(planned, cuts=()) if self._model is None else planned
         chosen, places = places_in(self._rows[name].tokens, held, self._ranks)
-        return with_rows(parts[name], parts[self._owner_of_rows(name)], chosen, places)
+        return with_rows(parts[name], parts[self._rows[name].first_name], chosen, places)
 
     def _name_inside(self, base: str, path: str) -> str:
         """Return the name of a weight relative to its module; for a tied weight, its name in this module."""

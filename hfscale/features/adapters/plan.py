@@ -79,7 +79,7 @@ def _with_ties(stages: StagePlan, adapters: Sequence[AdapterParameter]) -> Stage
     """
     names: dict[str, list[str]] = {}
     for adapter in adapters:
-        names.setdefault(adapter.tied_to or adapter.name, []).append(adapter.name)
+        names.setdefault(adapter.first_name, []).append(adapter.name)
     ties = list(stages.ties)
     for same in names.values():
         held = tuple(sorted({stages.stage_of(name) for name in same}))
@@ -161,8 +161,8 @@ def describe_coverage(plan: Plan) -> str:
     head) the percentage that adapters cover. Trained copies count as covered.
     """
     coverage = _coverage(plan)
-    trained = sum(prod(plan.by_name[a.name].shape) for a in plan.adapters if a.tied_to is None)
-    total = sum(prod(p.shape) for p in plan.owned())
+    trained = sum(prod(a.shape) for a in plan.adapters if a.tied_to is None)
+    total = plan.parameter_count
     lines = [
         f"{trained:,} parameters in adapters, {100 * trained / max(1, total - trained):.2f}% of the model's"
     ]

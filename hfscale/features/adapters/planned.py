@@ -39,8 +39,8 @@ def plan_with_adapters(
     template: nn.Module,
     config: Any,
     plan: Plan,
-    new: bool = True,
-    fused: bool = True,
+    new: bool,
+    fused: bool,
 ) -> Plan:
     """Return the plan with the adapters of ``config``, ``new`` or saved, in their final dtypes. PEFT wraps
     ``template``, the full model on the meta device, to find them.
@@ -79,8 +79,8 @@ def wrap_and_plan(
     template: nn.Module,
     config: Any,
     plan: Plan,
-    new: bool = True,
-    fused: bool = True,
+    new: bool,
+    fused: bool,
     name: str = "default",
     autocast: bool = True,
     beside: bool = False,
@@ -118,9 +118,7 @@ def wrap_and_plan(
     return whole, planned
 
 
-def plan_with(
-    whole: Any, adapters: Sequence[AdapterParameter], plan: Plan, fused: bool = True
-) -> Plan:
+def plan_with(whole: Any, adapters: Sequence[AdapterParameter], plan: Plan, fused: bool) -> Plan:
     """Return ``plan``, the plan of a model without adapters, plus the ``adapters`` of PEFT's model ``whole``."""
     planned = plan_adapters(plan, adapters)
     if fused and any(adapter.kept_in == LORA_A for adapter in adapters):
@@ -137,9 +135,7 @@ def _plan_fused(whole: Any, plan: Plan) -> FusedAdaptersPlan:
     keeps = bool(recomputed(plan).keep)
     stock = whole.get_base_model()
     others = []
-    paths = dict.fromkeys(
-        adapter.base.rpartition(".")[0] for adapter in plan.adapters if adapter.kept_in == LORA_A
-    )
+    paths = dict.fromkeys(adapter.module for adapter in plan.adapters if adapter.kept_in == LORA_A)
     for path in paths:
         reason = why_unfused(module_at(stock, path))
         if path == plan.head:
@@ -236,23 +232,12 @@ def _refuse_quantized_copies(config: Any, plan: Plan) -> None:
     quantized = plan.quantized
     head = plan.head
     for wanted in getattr(config, "modules_to_save", None) or ():
-        inside = [
-            name
-            for name in (quantized.weights if quantized else ())
-            if f".{wanted}." in f".{name}."
-        ]
+        inside = [name for name in plan.quantized_weights if f".{wanted}." in f".{name}."]
         if inside and quantized is not None:
             # transformers matches prefixes of names, and a user's list replaces transformers' own list, which contains
             # the head.
             paths = [name[: f".{name}.".index(f".{wanted}.") + len(wanted)] for name in inside]
-            skipped = list(
-                dict.fromkeys(
-                    [
-                        *paths,
-                        *([head] if head is not None else []),
-                    ]
-                )
-            )
+            skipped = list(dict.fromkeys(paths if head is None else [*paths, head]))
             instead = (
                 f"leave it out of quantization, BitsAndBytesConfig(llm_int8_skip_modules={skipped})"
             )
@@ -281,7 +266,7 @@ def _check_places(plan: Plan) -> None:
         if adapter.kept_in in IN_FRONT:
             continue
         if sum(plan.is_local(rank, adapter.name) for rank in range(plan.layout.pp)) > 1:
-            path = adapter.base.rpartition(".")[0]
+            path = adapter.module
             raise ConfigError(
                 f"{path} runs on several pipeline stages, where the copies of its adapter would diverge: leave this "
                 f"module out (exclude_modules=[{path.rpartition('.')[2]!r}]), or use pp_size=1"

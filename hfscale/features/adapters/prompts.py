@@ -18,6 +18,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..._compat.peft import PREFIX, PROMPT, PROMPT_ENCODER, is_prefix
+from ..._compat.replaced import attribute_replaced
 from ..._compat.torch import own_modules
 from ..._compat.transformers.classes import class_name
 from ...config.parallel import UNCUT_SEQUENCES
@@ -36,11 +38,12 @@ from ...plan.feature_plans import recomputed
 from ...train.runtime import Batch, Runtime
 from ...train.runtime.batches import in_prepared_pass
 from ...train.runtime.parameter_names import module_at, put_buffer
+from ...train.runtime.runtime import PromptAxis
 from ...train.runtime.shards import gather_full
 from .adapter_structure import quietly
 from .plan import prompt_of
 
-_COUNTED = ("position_ids", "token_type_ids")
+_REFUSED = ("position_ids", "token_type_ids", "shift_labels")
 _FILLERS = {"labels": -100, "attention_mask": 1}
 """Fields that a prompt makes longer, in addition to the ids, and their values at the prompt's tokens."""
 
@@ -124,7 +127,7 @@ def first_prompt(
         table = copy.deepcopy(whole.get_base_model().get_submodule(lookup))
         starts_as_rows = config.prompt_tuning_init != "RANDOM"
         if starts_as_rows and plan.is_local(mesh.pp_rank, base.name):
-            share = shares[base.tied_to or base.name].contiguous()
+            share = shares[base.first_name].contiguous()
             rows = gather_full(share, base.shape, base.cuts, mesh).cpu()
             table.weight = nn.Parameter(rows, requires_grad=False)
             # Some families scale rows inside of this module, by a buffer that no checkpoint holds.
@@ -145,20 +148,16 @@ def is_computed(whole: Any, name: str) -> bool:
     which these parameters cannot be restored.
     """
     return (
-        PROMPT_ENCODER in own_modules(whole) and len(list(_encoder(whole, name).parameters())) > 1
+        PROMPT_ENCODER in own_modules(whole)
+        and len(list(whole.prompt_encoder[name].parameters())) > 1
     )
-
-
-def _encoder(whole: Any, name: str) -> nn.Module:
-    encoder: nn.Module = whole.prompt_encoder[name]
-    return encoder
 
 
 def prompt_keys(whole: Any, name: str) -> dict[str, str]:
     """Map keys of a saved prompt to names in the plan. For an encoder that computes its prompt, the keys are the names
     in the plan.
     """
-    paths = [path for path, _ in _encoder(whole, name).named_parameters()]
+    paths = [path for path, _ in whole.prompt_encoder[name].named_parameters()]
     names = [f"{PROMPT_ENCODER}.{name}.{path}" for path in paths]
     return dict(
         zip(names if is_computed(whole, name) else ["prompt_embeddings"], names, strict=True)
@@ -172,18 +171,13 @@ def written_by_peft(config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Ten
     prefix = f"{PROMPT_ENCODER}."
     if not any(key.startswith(prefix) for key in tensors):
         return dict(tensors)
-    encoder = _encoder_class(config)(_to_train(config))
+    # In training mode, PEFT builds the full encoder; a saved config is in inference mode.
+    with attribute_replaced(config, "inference_mode", False):
+        encoder = _encoder_class(config)(config)
     own = {key.removeprefix(prefix).partition(".")[2]: held for key, held in tensors.items()}
     encoder.to(next(iter(own.values())).dtype).load_state_dict(own)
     with torch.no_grad():
         return {"prompt_embeddings": encoder(torch.arange(config.num_virtual_tokens)).contiguous()}
-
-
-def _to_train(config: Any) -> Any:
-    """Return the config in training mode, in which PEFT builds the full encoder; a saved one is in inference mode."""
-    made = copy.copy(config)
-    made.inference_mode = False
-    return made
 
 
 def _encoder_class(config: Any) -> Any:
@@ -192,61 +186,66 @@ def _encoder_class(config: Any) -> Any:
     return PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
 
 
-def tokens_in_front(plan: Plan, peft_model: Any) -> int:
-    """Return how many prompt tokens the model inserts before each row; 0 for prefixes."""
-    if prompt_of(plan) != PROMPT or not peft_model.has_active_enabled_adapter:
-        return 0
-    return int(peft_model.active_peft_config.num_virtual_tokens)
+@dataclass(frozen=True)
+class Prompt(PromptAxis):
+    """Add a model's prompt to batches, and remove it."""
 
+    plan: Plan
+    peft_model: Any
 
-def in_front(plan: Plan, peft_model: Any, batch: Batch) -> Batch:
-    """Return a batch with the prompt's ids before every row. The attention mask includes them; their labels are
-    ignored.
+    @property
+    def tokens(self) -> int:
+        """How many prompt tokens the model inserts before each row; 0 for prefixes, and while the prompt is off."""
+        if prompt_of(self.plan) != PROMPT or not self.peft_model.has_active_enabled_adapter:
+            return 0
+        return int(self.peft_model.active_peft_config.num_virtual_tokens)
 
-    Raises:
-        ConfigError: the batch has no ``input_ids``, or has positions, token types, shifted labels or a 4-dim mask.
-    """
-    kind = prompt_of(plan)
-    # Inside of PEFT's ``disable_adapter()``, prompts are off.
-    if kind is None or not peft_model.has_active_enabled_adapter:
-        return batch
-    ids = batch.get("input_ids")
-    mask = batch.get("attention_mask")
-    strange = [name for name in _COUNTED if batch.get(name) is not None]
-    strange += ["shift_labels"] if batch.get("shift_labels") is not None else []
-    strange += ["attention_mask [b, heads, s, s]"] if mask is not None and mask.ndim != 2 else []
-    if ids is None or strange:
-        raise ConfigError(
-            "a batch for a model with a prompt must have only input_ids, labels and attention_mask [batch, sequence], "
-            f"got {', '.join(strange or batch)}: leave other fields out, and do not pack several documents into one row"
-        )
-    if kind == PREFIX or plan.lookup_shape is None:
-        return batch
-    count = tokens_in_front(plan, peft_model)
-    known = plan.lookup_shape[0]
-    virtual = torch.arange(known, known + count, device=ids.device, dtype=ids.dtype)
-    # Ids outside of the vocabulary must not become ids of the prompt.
-    shown = torch.where(ids >= known, ids + count, ids)
-    longer = {**batch, "input_ids": torch.cat((virtual.expand(len(ids), count), shown), 1)}
-    for name, filler in _FILLERS.items():
-        if (given := batch.get(name)) is not None:
-            longer[name] = F.pad(given, (count, 0), value=filler)
-    return longer
+    def in_front(self, batch: Batch) -> Batch:
+        """Return a batch with the prompt's ids before every row. The attention mask includes them; their labels are
+        ignored. The batch stays unchanged for prefixes, and while the prompt is off.
 
+        Raises:
+            ConfigError: the batch has no ``input_ids``, or has positions, token types, shifted labels or a 4-dim mask.
+        """
+        if not self.peft_model.has_active_enabled_adapter:  # inside of ``disable_adapter()``
+            return batch
+        ids = batch.get("input_ids")
+        mask = batch.get("attention_mask")
+        strange = [name for name in _REFUSED if batch.get(name) is not None]
+        if mask is not None and mask.ndim != 2:
+            strange.append("attention_mask [b, heads, s, s]")
+        if ids is None or strange:
+            raise ConfigError(
+                "a batch for a model with a prompt must have only input_ids, labels and attention_mask [batch, "
+                f"sequence], got {', '.join(strange or batch)}: leave other fields out, and do not pack several "
+                "documents into one row"
+            )
+        count = self.tokens
+        if not count or self.plan.lookup_shape is None:
+            return batch
+        known = self.plan.lookup_shape[0]
+        virtual = torch.arange(known, known + count, device=ids.device, dtype=ids.dtype)
+        # Ids outside of the vocabulary must not become ids of the prompt.
+        shown = torch.where(ids >= known, ids + count, ids)
+        longer = {**batch, "input_ids": torch.cat((virtual.expand(len(ids), count), shown), 1)}
+        for name, filler in _FILLERS.items():
+            if (given := batch.get(name)) is not None:
+                longer[name] = F.pad(given, (count, 0), value=filler)
+        return longer
 
-def without_prompt(plan: Plan, peft_model: Any, batch: Batch) -> Batch:
-    """Return a batch without the prompt's tokens before its rows: the inverse of :func:`in_front`."""
-    count = tokens_in_front(plan, peft_model)
-    if not count or plan.lookup_shape is None:
-        return batch
-    own = {
-        name: batch[name][:, count:]
-        for name in ("input_ids", *_FILLERS)
-        if batch.get(name) is not None
-    }
-    ids = own["input_ids"]
-    known = plan.lookup_shape[0]
-    return {**batch, **own, "input_ids": torch.where(ids >= known, ids - count, ids)}
+    def without(self, batch: Batch) -> Batch:
+        """Return a batch without the prompt's tokens before its rows: the inverse of :meth:`in_front`."""
+        count = self.tokens
+        if not count or self.plan.lookup_shape is None:
+            return batch
+        own = {
+            name: batch[name][:, count:]
+            for name in ("input_ids", *_FILLERS)
+            if batch.get(name) is not None
+        }
+        ids = own["input_ids"]
+        known = self.plan.lookup_shape[0]
+        return {**batch, **own, "input_ids": torch.where(ids >= known, ids - count, ids)}
 
 
 def install_prompts(runtime: Runtime, peft_model: Any) -> None:
@@ -259,6 +258,8 @@ def install_prompts(runtime: Runtime, peft_model: Any) -> None:
     forward = model.forward
     names = list(inspect.signature(forward).parameters)
     put = _prefix(runtime, peft_model) if kind == PREFIX else _tokens(runtime, peft_model)
+    prompt = Prompt(plan, peft_model)
+    runtime.prompt = prompt
 
     @functools.wraps(forward)
     def behind(*args: Any, **kwargs: Any) -> Any:
@@ -266,7 +267,7 @@ def install_prompts(runtime: Runtime, peft_model: Any) -> None:
         if not peft_model.has_active_enabled_adapter:
             return forward(**given)
         if not in_prepared_pass.get():
-            given = in_front(plan, peft_model, given)
+            given = prompt.in_front(given)
         return forward(**put(dict(given)))
 
     def refuse(*_: Any, **__: Any) -> None:

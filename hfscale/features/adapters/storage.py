@@ -28,7 +28,6 @@ from ...train.runtime.parameter_names import stock_name
 from ...train.runtime.writing import (
     Attempt,
     atomic_directory,
-    is_writer,
     not_finite,
     plainly,
     warn_of_not_finite,
@@ -374,7 +373,7 @@ def load_adapter(
                 f"{path}: {key} has the shape {tuple(tensor.shape)}, but the model needs {planned.shape}: load the "
                 "adapter onto the model that it was trained on"
             )
-        owner = planned.tied_to or parameter
+        owner = planned.first_name
         if owner in here:  # possibly under another name of a tied tensor
             shares[owner] = planned.take(tensor, mesh.ranks).clone().to(mesh.device)
     return shares
@@ -443,12 +442,12 @@ def adapter_tensors(
     plan = runtime.plan
     names = {}
     only_factors = among is not None and among <= {adapter.name for adapter in plan.adapters}
-    if is_writer(runtime.mesh):
+    if runtime.mesh.is_first:
         _warn_of_experts(runtime)
         names = stored_names(whole, name, plan, False if only_factors else embeddings)
     owned: dict[str, list[str]] = {}
     for parameter, key in runtime.mesh.all_gather_object(names)[0].items():
-        owner = plan.by_name[parameter].tied_to or parameter
+        owner = plan.by_name[parameter].first_name
         if among is None or owner in among:
             owned.setdefault(owner, []).append(key)
     entries = [entry for entry in tensors_to_save(runtime) if entry.owned in owned]
@@ -477,7 +476,7 @@ def save_adapter(
         )
         tensors = {key: tensor.clone() for key, tensor in arriving}
         tensors = written_by_peft(whole.peft_config[name], tensors)
-        if is_writer(runtime.mesh) and staging.failure is None:
+        if runtime.mesh.is_first and staging.failure is None:
             if files.safetensors:
                 save_file(tensors, staging.path / WEIGHTS, metadata={"format": "pt"})
             else:

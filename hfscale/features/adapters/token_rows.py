@@ -65,7 +65,6 @@ def refuse_unfit(plan: Plan) -> None:
     """Raise :class:`ConfigError` for ``trainable_token_indices`` that are outside of the vocabulary, that index a
     quantized weight, or (with several ranks) that contain a token twice.
     """
-    quantized = plan.quantized.weights if plan.quantized is not None else ()
     for adapter in plan.adapters:
         base = plan.by_name[adapter.base]
         strange = [token for token in adapter.tokens if not 0 <= token < base.shape[0]]
@@ -75,7 +74,7 @@ def refuse_unfit(plan: Plan) -> None:
                 f"{asked} from 0 to {base.shape[0] - 1}, got {strange[0]}: add the tokens to the model first, by "
                 "resize_token_embeddings=len(tokenizer)"
             )
-        if adapter.tokens and adapter.base in quantized and plan.quantized is not None:
+        if adapter.tokens and plan.quantized and adapter.base in plan.quantized.weights:
             raise ConfigError(
                 f"{asked} rows of a weight that is not quantized, got a weight that is {plan.quantized.described}: "
                 "leave this weight out of quantization, by llm_int8_skip_modules of the BitsAndBytesConfig"
@@ -93,44 +92,42 @@ def wrap_local(model: nn.Module, adapters: Sequence[AdapterParameter]) -> None:
     paths: dict[str, str] = {}
     for adapter in adapters:
         if adapter.kept_in == TOKEN_ROWS:
-            path = adapter.base.rpartition(".")[0]
-            owner = paths.setdefault(adapter.tied_to or adapter.name, path)
+            path = adapter.module
+            owner = paths.setdefault(adapter.first_name, path)
             tied = None if owner == path else owner
             wrap_tokens(model, adapter.name, path, adapter.tokens, tied)
 
 
-def first_rows(plan: Plan, mesh: Mesh, shares: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the initial values ``[n, h]`` of this rank's trained token rows: copies of the rows of the weight that
-    they replace. Keys are names of parameters in the plan; tied parameters have one entry. Collective over the ranks
-    that hold a weight.
+def first_rows(
+    model: nn.Module, plan: Plan, mesh: Mesh, shares: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return this rank's shards of the initial values ``[n, h]`` of trained token rows: copies of the rows of the
+    weight that they replace. Keys are names of parameters in the plan; tied parameters have one entry. Collective over
+    the ranks that hold a weight.
+
+    Also store the original rows of each weight in its wrapper on this rank, so that PEFT can restore them when the
+    trained rows, which replace them, are unmerged.
     """
     rows: dict[str, Tensor] = {}
     for adapter in plan.adapters:
-        owner = adapter.tied_to or adapter.name
-        here = plan.is_local(mesh.pp_rank, adapter.name)
-        if adapter.kept_in != TOKEN_ROWS or owner in rows or not here:
+        if adapter.kept_in != TOKEN_ROWS or not plan.is_local(mesh.pp_rank, adapter.name):
             continue
-        base = plan.by_name[adapter.base]
-        share = shares[base.tied_to or base.name].contiguous()
-        # Gather all rows at once, because each row may be on any rank.
-        whole = gather_full(share, base.shape, base.cuts, mesh)
-        rows[owner] = whole[list(adapter.tokens)]
-    return rows
-
-
-def keep_first_rows(model: nn.Module, plan: Plan, mesh: Mesh, rows: dict[str, Tensor]) -> None:
-    """Store the original rows of each weight in its wrapper on this rank, so that PEFT can restore them when the
-    trained rows, which replace them, are unmerged.
-    """
-    for adapter in plan.adapters:
-        owner = adapter.tied_to or adapter.name
-        if adapter.kept_in == TOKEN_ROWS and plan.is_local(mesh.pp_rank, adapter.name):
-            name = adapter.name.rpartition(".")[2]
-            put_original_rows(_layer(model, adapter), name, rows[owner].to(mesh.device, copy=True))
+        owner = adapter.first_name
+        if owner not in rows:
+            base = plan.by_name[adapter.base]
+            share = shares[base.first_name].contiguous()
+            # Gather all rows at once, because each row may be on any rank.
+            whole = gather_full(share, base.shape, base.cuts, mesh)
+            rows[owner] = whole[list(adapter.tokens)]
+        name = adapter.name.rpartition(".")[2]
+        put_original_rows(_layer(model, adapter), name, rows[owner].to(mesh.device, copy=True))
+    return {
+        owner: plan.by_name[owner].take(whole, mesh.ranks).clone() for owner, whole in rows.items()
+    }
 
 
 def _layer(model: nn.Module, adapter: AdapterParameter) -> Any:
-    return layer_of_tokens(module_at(model, adapter.base.rpartition(".")[0]))
+    return layer_of_tokens(module_at(model, adapter.module))
 
 
 def install_token_rows(runtime: Runtime, sums: PartialSums) -> None:

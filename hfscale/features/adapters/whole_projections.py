@@ -37,7 +37,7 @@ def whole_paths(plan: Plan) -> list[str]:
     """Return the projections that are sharded over tensor ranks, but whose adapters (OFT, HRA or LoKr) need all of
     their inputs and outputs.
     """
-    return list(dict.fromkeys(_path(adapter) for adapter in _on_whole(plan)))
+    return list(dict.fromkeys(adapter.module for adapter in _on_whole(plan)))
 
 
 def refuse_other_modules(plan: Plan) -> None:
@@ -47,7 +47,7 @@ def refuse_other_modules(plan: Plan) -> None:
     sides = {name for block in plan.blocks for name in (*block.column, *block.row)}
     across = {name for block in plan.blocks for name, _ in block.across}
     for adapter in _on_whole(plan):
-        path = _path(adapter)
+        path = adapter.module
         base = plan.by_name[adapter.base]
         cut = base.cut_over("tp")
         inputs = 0 if adapter.transposed else 1
@@ -64,10 +64,6 @@ def _on_whole(plan: Plan) -> Iterator[AdapterParameter]:
     for adapter in plan.adapters:
         if adapter.kept_in in WHOLE and plan.by_name[adapter.base].cut_over("tp") is not None:
             yield adapter
-
-
-def _path(adapter: AdapterParameter) -> str:
-    return adapter.base.rpartition(".")[0]
 
 
 @contextmanager

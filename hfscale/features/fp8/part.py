@@ -8,7 +8,6 @@ tensor. All other modules compute as under ``"bf16"``: under autocast, or in the
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..._compat.torch_device import keep_for_stream
 from ..._compat.torch_fsdp import gather_encoded
 from ...distributed.ops import overlap
 from ...distributed.ops.shared_casts import autocasted
@@ -28,7 +26,6 @@ from ...train.runtime.parameter_names import computing, module_at
 from ...train.runtime.shards import LocalWeights
 from .gathered_weight import Float8Weight
 from .scaled_matmul import (
-    FORWARD,
     Float8Groups,
     Float8Projection,
     compiled_linear,
@@ -93,7 +90,7 @@ def _groups(runtime: Runtime, name: str, projection: Any) -> Float8Groups:
     tokens = [] if context is None else [context]
     tensor: list[dist.ProcessGroup] = runtime.mesh.groups("tp")
     outputs, inputs = (tensor if dim in dims else [] for dim in weight_dims(projection))
-    return Float8Groups(tokens, inputs, outputs)
+    return Float8Groups(tokens, inputs, outputs, runtime.mesh.groups("dp_shard"))
 
 
 def compute(projection: Any, x: Tensor) -> Tensor:
@@ -117,30 +114,6 @@ def _with_deferred_weight(projection: Any, x: Tensor) -> Tensor:
 _uncompiled = torch.compiler.disable(_with_deferred_weight)
 
 
-@dataclass(frozen=True)
-class _InEightBits:
-    """Encode the shards of one weight in 8 bits for :func:`hfscale._compat.torch_fsdp.gather_encoded`."""
-
-    projection: Float8Projection
-    owners: list[dist.ProcessGroup]
-
-    def encode(self, shard: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the shard's 8-bit entries as bytes, since every backend can send bytes, and their scale."""
-        entries, scale = self.projection.encode(shard, self.owners)
-        return entries.view(torch.uint8), scale
-
-    def decode(
-        self, gathered: Tensor, known: Tensor, dtype: torch.dtype, out: Tensor | None
-    ) -> Tensor:
-        """Return the gathered weight, made of gathered bytes and the scale ``known``; update ``out`` if it is given."""
-        keep_for_stream(known)  # the scale was computed on the stream of the all-gather
-        if out is None:
-            return Float8Weight(gathered.view(FORWARD), known.clone(), dtype)
-        assert isinstance(out, Float8Weight)
-        out.scale.copy_(known)
-        return out
-
-
 class Float8Gather(Part):
     """All-gather in 8 bits, over data ranks, the weights that the plan chooses for this."""
 
@@ -148,11 +121,11 @@ class Float8Gather(Part):
         """Make FSDP2 all-gather the weights that the plan names in 8 bits; installed after the data axes have sharded
         the weights.
         """
-        encodings: dict[nn.Module, _InEightBits] = {}
+        encodings: dict[nn.Module, Float8Projection] = {}
         for name in filter(runtime.is_local, sorted(gathered_in_8_bits(runtime.plan))):
             for projection in computing(module_at(runtime.model, name.removesuffix(".weight"))):
                 made = overlap.multiplied_by(projection)
                 assert isinstance(made, Float8Projection)
-                encodings[projection] = _InEightBits(made, runtime.mesh.groups("dp_shard"))
+                encodings[projection] = made
         if encodings:
             gather_encoded(runtime.model, encodings)

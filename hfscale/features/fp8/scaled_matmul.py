@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..._compat.torch import scaled_mm, version_of
+from ..._compat.torch_device import keep_for_stream
 from ...distributed.ops.fused import fused
 from ...distributed.ops.overlap import Products
 from .gathered_weight import Float8Weight
@@ -47,6 +48,7 @@ class Float8Groups:
     tokens: _Groups = ()
     inputs: _Groups = ()
     outputs: _Groups = ()
+    owners: _Groups = ()  # the data ranks that shard the weight
 
     def sharing(self, name: str, along: int | None) -> list[dist.ProcessGroup]:
         """Return the process groups whose ranks have the same scale of operand ``name`` (``"x"``, ``"weight"``,
@@ -109,19 +111,30 @@ class Float8Projection:
         """Return a new projection over the same ranks, without cached scales."""
         return Float8Projection(self.groups, self.rowwise)
 
-    def encode(self, shard: Tensor, owners: _Groups) -> tuple[Tensor, Tensor]:
-        """Return a data rank's ``shard`` of the weight in 8 bits, and the full weight's scale. ``owners`` are the
-        process groups of data ranks that shard the weight.
+    def encode(self, shard: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a data rank's ``shard`` of the weight as bytes of 8-bit entries, since every backend can send bytes,
+        and the full weight's scale; see :func:`hfscale._compat.torch_fsdp.gather_encoded`.
         """
         matrix = shard.to(computed_in(shard.dtype))
-        everyone = (*owners, *self.groups.sharing("weight", None))
+        everyone = (*self.groups.owners, *self.groups.sharing("weight", None))
         scale = None if self.shared is None else self.shared.get(None)
         scale = (
             _scale_for(_over_ranks(_largest(matrix, None), everyone), FORWARD)
             if scale is None
             else scale
         )
-        return _rounded(matrix, scale, FORWARD), scale
+        return _rounded(matrix, scale, FORWARD).view(torch.uint8), scale
+
+    def decode(
+        self, gathered: Tensor, known: Tensor, dtype: torch.dtype, out: Tensor | None
+    ) -> Tensor:
+        """Return the gathered weight, made of gathered bytes and the scale ``known``; update ``out`` if it is given."""
+        keep_for_stream(known)  # the scale was computed on the stream of the all-gather
+        if out is None:
+            return Float8Weight(gathered.view(FORWARD), known.clone(), dtype)
+        assert isinstance(out, Float8Weight)
+        out.scale.copy_(known)
+        return out
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:

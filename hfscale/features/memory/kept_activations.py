@@ -174,18 +174,17 @@ class KeptActivations(Part):
         given: bytes of the same activations before compression.
     """
 
-    def __init__(self) -> None:
-        self.copied = self.stored = self.given = 0
-        self._to_host: int | None = None
-        self._to_bytes: int | None = None
-        self._latest: weakref.ref[LayerPass] | None = None
+    copied = 0
+    stored = 0
+    given = 0
+    _to_host: int | None = None
+    _to_bytes: int | None = None
+    _latest: weakref.ref[LayerPass] | None = None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Wrap the layers with saved-tensor hooks."""
-        self._to_host, self._to_bytes = (
-            offloaded(runtime.plan).activations,
-            compressed(runtime.plan),
-        )
+        self._to_host = offloaded(runtime.plan).activations
+        self._to_bytes = compressed(runtime.plan)
         rounds_routes = self._to_bytes is not None and bool(runtime.plan.mixtures)
         for name in filter(runtime.is_local, runtime.plan.layers):
             self._wrap(runtime.model.get_submodule(name), rounds_routes)

@@ -151,7 +151,7 @@ class SavedCounter:
         """Return a saved tensor to the backward pass."""
         return saved.tensor
 
-    def _note_parameters(self, module: nn.Module, _: Any) -> None:
+    def _note_parameters(self, module: nn.Module) -> None:
         # While FSDP2 has gathered weights, the parameters are the full weights.
         for parameter in (*own_parameters(module).values(), *own_buffers(module).values()):
             for plain in [] if parameter is None else memory_of(parameter.detach()):
@@ -161,7 +161,7 @@ class SavedCounter:
     def _note_all(self, module: nn.Module, _: Any) -> None:
         """Record the parameters of a module; for an adapter's wrapper, also those of the modules inside it."""
         for held in [module] if wrapped(module) is None else module.modules():
-            self._note_parameters(held, None)
+            self._note_parameters(held)
 
     def enter(
         self,
@@ -173,7 +173,7 @@ class SavedCounter:
         self._depth += 1
         # an adapter reads the weights of the module that it wraps without calling the module
         for module in layer.modules():
-            self._note_parameters(module, None)
+            self._note_parameters(module)
         stream = hidden_states_of(args, kwargs)
         if isinstance(stream, Tensor) and stream.requires_grad:
             self._count(stream)  # recomputation saves the input outside of these hooks

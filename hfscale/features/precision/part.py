@@ -190,13 +190,11 @@ class LossScaling(Part):
     """
 
     state_key = "LossScaling"
-
-    def __init__(self) -> None:
-        self.scale = 1.0
-        self.growth = 0
-        self.skipped = 0
-        self.overflowed = False
-        self._within = False
+    scale = 1.0
+    growth = 0
+    skipped = 0
+    overflowed = False
+    _within = False
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install a hook that raises :class:`ConfigError` for training passes outside of ``train_step``, whose loss
@@ -234,8 +232,7 @@ class LossScaling(Part):
         if self.overflowed:
             for parameter in parameters:
                 parameter.grad = None
-            if runtime.observer is not None:
-                runtime.observer.drop()
+            runtime.observer.drop()
             self.scale = self.scale * how.backoff_factor
             self.growth = 0
             self.skipped = self.skipped + 1

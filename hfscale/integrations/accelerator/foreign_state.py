@@ -76,10 +76,8 @@ def _restore_streams(runtime: Runtime, directory: Path) -> bool:
     devices = written.get("torch_cuda_manual_seed") or [None]
     states = states_of_process(*given, devices[mesh.batch_rank % len(devices)])
     restore_random_states(mesh, states, place_among(mesh, of_batches=True))
-    if runtime.streams is not None:
-        runtime.streams.agreed = (
-            True  # otherwise the first step would reseed all batches' streams except the first's
-        )
+    # Otherwise the first step would reseed all batches' streams except the first's.
+    runtime.streams.agreed = True
     return True
 
 

@@ -42,7 +42,7 @@ from ...distributed.files.writer import INDEX, REPLACED
 from ...distributed.mesh import Mesh
 from ...errors import CheckpointError
 from ...train.runtime import Runtime, runtime_of
-from ...train.runtime.writing import all_or_none, is_writer
+from ...train.runtime.writing import all_or_none
 from . import stock_state
 from .resume_callbacks import StatesAside, TrainerRandomStreams
 
@@ -96,7 +96,7 @@ class Checkpoints(TrainerHooks):
         aside = target.parent / _ASIDE
         with all_or_none(mesh, f"{target} could not be written"):
             try:
-                if is_writer(mesh):
+                if mesh.is_first:
                     _finish_replacing(target.parent)
                     _remove(aside)  # files that a killed process left
                     aside.mkdir(parents=True)
@@ -104,11 +104,11 @@ class Checkpoints(TrainerHooks):
                 with _best_named(self.state, target):
                     yield aside
                 mesh.all_gather_object(None)
-                if is_writer(mesh):
+                if mesh.is_first:
                     _put_in_place(aside / target.name, target)
                     _rotate(target, self.args.save_total_limit, self.state.best_model_checkpoint)
             finally:
-                if is_writer(mesh):
+                if mesh.is_first:
                     _remove(aside)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -167,7 +167,7 @@ def _read_foreign_state(runtime: Runtime, checkpoint: Path, optimizer: Any, sche
     """Read another trainer's states of optimizer and schedule, or warn that there are none."""
     with all_or_none(runtime.mesh, f"{checkpoint} could not be loaded"):
         was_read = stock_state.read(runtime, checkpoint, optimizer, scheduler)
-    if not was_read and is_writer(runtime.mesh):
+    if not was_read and runtime.mesh.is_first:
         _log.warning(
             "%s has no optimizer state: training continues from its weights and step, but the optimizer's moments "
             "and the schedule start anew",
@@ -217,7 +217,7 @@ def resumed_from(
         return resume
     resumed: Any = resume
     problem = ""
-    if is_writer(mesh):
+    if mesh.is_first:
         try:
             resumed = _newest_whole(output) if resume is True else _whole(Path(resume))
         except (OSError, CheckpointError) as error:

@@ -211,11 +211,10 @@ def agree_anew(trainer: Any) -> None:
     """Let ranks that share a batch synchronize their random streams again, because TRL's trainers that generate seed
     each process differently.
     """
-    streams = trainer.runtime.streams
     generates = ("reward_funcs", "teacher_model")
     shares = trainer.runtime.mesh.sharing is not None
-    if streams is not None and shares and any(hasattr(trainer, name) for name in generates):
-        streams.agreed = False
+    if shares and any(hasattr(trainer, name) for name in generates):
+        trainer.runtime.streams.agreed = False
 
 
 def log_difference(trainer: Any, log_probs: Tensor) -> None:

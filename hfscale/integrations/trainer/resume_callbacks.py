@@ -31,7 +31,6 @@ from ...checkpoint.random_states import (
 )
 from ...distributed.mesh import Mesh
 from ...train.runtime import Runtime
-from ...train.runtime.writing import is_writer
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ class TrainerRandomStreams:
 
     def write(self, directory: Path, rows: int) -> None:
         """Write the RNG states into a checkpoint, on its first rank, and the number of ``rows`` in a step."""
-        if is_writer(self._mesh):
+        if self._mesh.is_first:
             directory.mkdir(parents=True, exist_ok=True)
             torch.save(
                 {**_stock_random_states(self._mesh), "began": self._began, "rows": rows},
@@ -69,7 +68,7 @@ class TrainerRandomStreams:
         processes = random_states_of_processes(checkpoint)
         of_batches = processes > 0 and processes == mesh.batch_world
         states = read_random_states(checkpoint, mesh.batch_rank if of_batches else None)
-        if processes and states is None and not own and is_writer(mesh):
+        if processes and states is None and not own and mesh.is_first:
             _log.warning(
                 "%s has RNG states of %d processes, but this layout has %d distinct batches, so the states are not "
                 "restored, and dropout masks will differ from those of the earlier run: to restore them, resume in a "
@@ -90,7 +89,7 @@ class TrainerRandomStreams:
             restore_random_states(mesh, now)
         if states is not None and states.get("began") is not None:
             self._before = _read(states["began"])
-        if states is not None and (then := states.get("rows", rows)) != rows and is_writer(mesh):
+        if states is not None and (then := states.get("rows", rows)) != rows and mesh.is_first:
             warnings.warn(
                 f"{checkpoint} was written by steps of {then} rows over all ranks, but steps now have {rows} rows, so "
                 "the run repeats or leaves out rows of an epoch: change per_device_train_batch_size or "
@@ -103,9 +102,8 @@ class TrainerRandomStreams:
         if self._left_off is None:
             return
         restore_random_states(self._mesh, self._left_off)
-        if self._runtime.streams is not None:
-            # Otherwise the first step would reseed all batches' streams except the first's.
-            self._runtime.streams.agreed = True
+        # Otherwise the first step would reseed all batches' streams except the first's.
+        self._runtime.streams.agreed = True
 
     def follow(self, handler: CallbackHandler) -> None:
         """Run this object's hook at the beginning of each epoch, after all callbacks, without appearing in the user's

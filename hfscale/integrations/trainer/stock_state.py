@@ -24,7 +24,6 @@ from ...optim.factory import decays, owners_of
 from ...train.runtime import Runtime, local_tensor
 from ...train.runtime.full_tensors import SavedTensor, full_tensors, tensors_to_save
 from ...train.runtime.parameter_names import stock_name
-from ...train.runtime.writing import is_writer
 
 OPTIMIZER = "optimizer.pt"
 SCHEDULER = "scheduler.pt"
@@ -59,7 +58,7 @@ def write(
                 for given, group in zip(options, numbers, strict=True)
             ],
         }
-    if is_writer(runtime.mesh):
+    if runtime.mesh.is_first:
         directory.mkdir(parents=True, exist_ok=True)
         torch.save(written, directory / OPTIMIZER)
         torch.save(scheduler.state_dict(), directory / SCHEDULER)
@@ -160,7 +159,7 @@ def _gathered(
         types = [(entry, kinds[entry.planned.name].get(key)) for entry in entries if entry.planned]
         typed = [replace(entry, dtype=dtype) for entry, dtype in types if dtype is not None]
         for entry, tensor in full_tensors(runtime, typed, partial(_share, held, key)):
-            if is_writer(runtime.mesh) and entry.planned:
+            if runtime.mesh.is_first and entry.planned:
                 gathered[entry.planned.name][key] = tensor.cpu().clone()
     return gathered
 

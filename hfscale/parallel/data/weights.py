@@ -31,7 +31,7 @@ def install_local_weights(
     for planned in plan.parameters:
         if not plan.is_local(mesh.pp_rank, planned.name):
             continue
-        owner = planned.tied_to or planned.name
+        owner = planned.first_name
         if owner not in made:
             empty = parameter_at(model, planned.name)
             if empty is None:

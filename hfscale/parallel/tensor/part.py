@@ -21,7 +21,7 @@ from ...plan.parameter import MODEL_AXES
 from ...train.runtime import Part, Runtime
 from ...train.runtime.batches import Microbatch
 from ...train.runtime.parameter_names import owner_of
-from ...train.runtime.runtime import SequenceAxis
+from ...train.runtime.runtime import RandomAxis, SequenceAxis
 from ...train.runtime.shards import LocalWeights
 from .edges import Overlap, install_block_edges, set_local_sizes
 from .embedding import install_vocab_parallel_embedding
@@ -257,7 +257,7 @@ class VocabularyLoss(Part):
         runtime.loss = runtime.loss or loss
 
 
-class RandomStreams(Part):
+class RandomStreams(Part, RandomAxis):
     """Make ranks of one tensor group draw equal random numbers, and all other ranks different random numbers."""
 
     def __init__(self) -> None:

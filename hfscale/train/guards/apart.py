@@ -60,7 +60,10 @@ def refuse_alone(optimizer: torch.optim.Optimizer, held: Sequence[Tensor]) -> No
     """
     meshes = [runtime.mesh for model in list(_models) if (runtime := find_runtime(model))]
     trained = [entry for entry in held if entry.requires_grad]
-    sharded = any(isinstance(entry, DTensor) or _is_flat(entry) for entry in trained)
+    sharded = any(
+        isinstance(entry, DTensor) or any(hasattr(entry, mark) for mark in _FLAT)
+        for entry in trained
+    )
     if not meshes or not trained or sharded or not dist.is_initialized():
         return
     told = _told_by_all(optimizer, trained, meshes[0])
@@ -119,7 +122,3 @@ def _is_apart(every: Sequence[Sequence[_Digest]], index: int) -> bool:
 def _digest(tensor: Tensor | None) -> _Digest:
     wide = torch.zeros(()) if tensor is None else tensor.detach().double()
     return float(wide.sum()), float(wide.norm())
-
-
-def _is_flat(parameter: Tensor) -> bool:
-    return any(hasattr(parameter, mark) for mark in _FLAT)

@@ -5,7 +5,6 @@ error.
 import functools
 import inspect
 import logging
-import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -44,9 +43,7 @@ def count_whole(runtime: Runtime) -> None:
     """
     model = runtime.model
     plan = runtime.plan
-    adapters = {
-        adapter.name: math.prod(plan.by_name[adapter.name].shape) for adapter in plan.adapters
-    }
+    adapters = {adapter.name: plan.by_name[adapter.name].numel for adapter in plan.adapters}
 
     @functools.lru_cache
     def whole() -> tuple[dict[str, int], set[str]]:
@@ -125,8 +122,7 @@ class SharedBatch(Part):
     loop that calls the model without ``train_step``.
     """
 
-    def __init__(self) -> None:
-        self._first: RemovableHandle | None = None
+    _first: RemovableHandle | None = None
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Add a hook that compares the first batch of a plain loop between the ranks that must get the same batch. The
@@ -182,13 +178,12 @@ class StockCode(Part):
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install the checks for stock code. They must be installed last, because they record the model as it is."""
         model = runtime.model
-        layout = runtime.mesh.layout
-        refuse_changes(model, layout)
+        refuse_changes(model, runtime.mesh.layout)
         # Transformers would save weights under the names of PEFT's wrappers.
-        if layout.total_size > 1 or runtime.plan.adapters:
+        if not runtime.is_alone or runtime.plan.adapters:
             model.save_pretrained = _saves_all_of_it(model, self._save)
         refuse_other_optimizers(runtime)
-        if layout.total_size == 1:
+        if runtime.is_alone:
             return
         refuse_stock_accelerator()
         refuse_stock_adapters()

@@ -26,13 +26,15 @@ from ...errors import CheckpointError, ConfigError
 from ...plan import ParameterPlan
 from ...plan.cut import share_spans
 from ..runtime import Runtime, local_tensor
+from ..runtime.batches import odd_numbers
 
 _WIDTHS = (64, 4096)
-# Relative to a tensor's largest entry: on a GPU, larger differences cannot come from rounding.
+# Relative to a tensor's largest entry: on a GPU, larger differences cannot come from rounding. On the CPU, no
+# difference can.
 _ROUNDINGS = 1e-3
+_TOLERANCES = {"cpu": 0.0}
 _LOOKED_AT = 16  # parameters whose drift is measured
 _ENTRIES = 256  # entries that are compared per parameter
-_MODULUS = 1 << 64
 
 _Place = tuple[tuple[tuple[int, int], ...], ...]
 """The position of a shard in its full parameter: for each dim, the intervals of indices. Shards of equal position are
@@ -42,16 +44,12 @@ replicas.
 _log = logging.getLogger(__name__)
 
 
-def check_replicas(
-    runtime: Runtime, saving: str | None = None, tolerance: float | None = None
-) -> None:
+def check_replicas(runtime: Runtime, saving: str | None = None) -> None:
     """Check that all ranks that hold the same entries of a parameter hold the same values; collective. If they differ,
-    raise an error on every rank.
+    raise an error on every rank; on devices other than the CPU, only warn of a difference that rounding can explain.
 
     Args:
         saving: the name of the save that follows, for the error; the error is then a :class:`CheckpointError`.
-        tolerance: the largest difference, relative to a tensor's largest entry, that gives only a warning; by default 0
-            on the CPU, and what rounding can explain on a GPU.
     """
     if runtime.mesh.control is None or not any(
         _is_replicated(runtime, planned) for planned in runtime.plan.owned()
@@ -60,13 +58,7 @@ def check_replicas(
     apart = _differing_parameters(runtime.mesh.all_gather_object(_checksums(runtime)))
     if not apart:
         return
-    tolerance = (
-        tolerance
-        if tolerance is not None
-        else 0.0
-        if runtime.mesh.device.type == "cpu"
-        else _ROUNDINGS
-    )
+    tolerance = _TOLERANCES.get(runtime.mesh.device.type, _ROUNDINGS)
     if (
         tolerance == 0.0
         or (drift := _drift(runtime, {name for name, _ in apart[:_LOOKED_AT]})) > tolerance
@@ -162,14 +154,6 @@ def checksum(share: Tensor) -> Tensor:
             part * odd_numbers(torch.arange(len(part), device=part.device) + (salt << 48))
         ).sum()
     return total
-
-
-def odd_numbers(index: Tensor) -> Tensor:
-    """Return a different odd 64-bit number for each index, as weights of a checksum; overflow in the computation is
-    intended.
-    """
-    mixed = (index + 1) * (0x9E3779B97F4A7C15 - _MODULUS)
-    return ((mixed ^ (mixed >> 29)) * (0xBF58476D1CE4E5B9 - _MODULUS)) | 1
 
 
 def _is_replicated(runtime: Runtime, planned: ParameterPlan) -> bool:

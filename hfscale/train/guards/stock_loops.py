@@ -22,7 +22,6 @@ two small DTensors, because some classes use operations that DTensor lacks.
 
 import functools
 import inspect
-import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -89,8 +88,7 @@ def refuse_stock_clipping(runtime: Runtime) -> None:
     If a script has imported such a function by name earlier, it is not affected, but :mod:`.replicas` detects the
     result.
     """
-    layout = runtime.mesh.layout
-    if max(layout.tp, layout.pp, layout.ep) == 1:
+    if not _norms_differ(runtime.mesh):
         return
     _spread_models.add(runtime.model)
     for name in _NORMS:
@@ -106,7 +104,7 @@ def _check_adapted(
     **_: Any,
 ) -> tuple[Any, ...]:
     runtime = find_runtime(model)
-    if runtime is not None and runtime.mesh.layout.total_size > 1:
+    if runtime is not None and not runtime.is_alone:
         raise ConfigError(
             f"{class_name(runtime.model)} is spread over {runtime.mesh.layout.describe()}, and PEFT's own "
             f"{type(wrapper).__name__} would treat this rank's shards as the full model: call "
@@ -118,7 +116,7 @@ def _check_adapted(
 def _check_models(accelerator: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     for given in () if getattr(accelerator, "serves_hfscale", False) else (*args, *kwargs.values()):
         runtime = find_runtime(given)
-        if runtime is not None and runtime.mesh.layout.total_size > 1:
+        if runtime is not None and not runtime.is_alone:
             raise ConfigError(
                 f"{class_name(runtime.model)} is spread over {runtime.mesh.layout.describe()} by hfscale, and "
                 "accelerate.Accelerator - the one inside transformers.Trainer and its subclasses too - treats every "
@@ -161,7 +159,11 @@ def _spread_of(parameters: Iterable[Tensor]) -> str | None:
     different gradient norms; otherwise return ``None``.
     """
     held = (getattr(parameter, _MARK) for parameter in parameters if hasattr(parameter, _MARK))
-    return next((parameter.layout for parameter in held if parameter.differs), None)
+    return next((part.layout for part in held if _norms_differ(part.mesh)), None)
+
+
+def _norms_differ(mesh: Mesh) -> bool:
+    return max(mesh.layout.tp, mesh.layout.pp, mesh.layout.ep) > 1
 
 
 def _check_scaler(
@@ -183,18 +185,17 @@ def _check_scaler(
 
 
 class _Held(NamedTuple):
-    """Describe a parameter of a parallelized model for the checks of an optimizer that holds it: its plan, layout and
-    sharding.
-    """
+    """Describe a parameter of a parallelized model for the checks of an optimizer that holds it."""
 
     mesh: Mesh
-    layout: str
-    name: str
+    layout: str  # the layout, in words
     planned: ParameterPlan
-    cut: bool
-    staged: bool
-    differs: bool  # whether ranks compute different norms
     on_host: bool  # whether it is stepped on the CPU
+
+    @property
+    def staged(self) -> bool:
+        """Whether other pipeline stages have other parameters."""
+        return self.mesh.layout.pp > 1
 
 
 def refuse_other_optimizers(runtime: Runtime) -> None:
@@ -206,29 +207,14 @@ def refuse_other_optimizers(runtime: Runtime) -> None:
     on_host = offloaded(runtime.plan).optimizer
     _judged.clear()  # forget earlier results, because their parameters may have been replaced
     check_every_step(_check)
-    if layout.total_size == 1 and not on_host:
+    if runtime.is_alone and not on_host:
         return
     if runtime.mesh.data_world > 1:
         from .apart import watch_for_others
 
         watch_for_others(runtime)
     for planned, parameter in runtime.parameters():
-        cut = any(cut.axis in ("tp", "ep") for cut in planned.cuts)
-        differs = max(layout.tp, layout.pp, layout.ep) > 1
-        setattr(
-            parameter,
-            _MARK,
-            _Held(
-                runtime.mesh,
-                layout.describe(),
-                planned.name,
-                planned,
-                cut,
-                layout.pp > 1,
-                differs,
-                on_host,
-            ),
-        )
+        setattr(parameter, _MARK, _Held(runtime.mesh, layout.describe(), planned, on_host))
 
 
 def leave_to_outer(optimizer: torch.optim.Optimizer) -> None:
@@ -272,9 +258,9 @@ def _check_stock(
     """Raise :class:`ConfigError` if the updates of an optimizer that is not one of hfscale's classes would differ on
     shards from those on full parameters, or fail; warn if they would differ only by rounding.
     """
-    cut = next((part for part in parts if part.cut), None)
+    cut = next((part for part in parts if part.planned.model_cuts), None)
     if cut is not None and _differs(optimizer, held[0].device, halved=True):
-        _refuse(optimizer, cut, f"{cut.name} is cut")
+        _refuse(optimizer, cut, f"{cut.planned.name} is cut")
     elif parts and parts[0].staged and _differs(optimizer, held[0].device, halved=False):
         _refuse(optimizer, parts[0], "stages hold some parameters each")
     _refuse_over_shards(optimizer, held)
@@ -294,15 +280,15 @@ def _warn_of_other_blocks(optimizer: torch.optim.Optimizer) -> None:
     apart: list[_Held] = []
     for parameter, enough in parameters_in_8_bits(optimizer):
         part: _Held | None = getattr(parameter, _MARK, None)
-        if part is not None and part.cut and math.prod(part.planned.shape) >= enough:
+        if part is not None and part.planned.model_cuts and part.planned.numel >= enough:
             whole = flat_blocks_align(part.planned, BLOCK) and parameter.numel() >= enough
             apart += [] if whole else [part]
     if apart and apart[0].mesh.is_first:
         warnings.warn(
             f"{type(optimizer).__name__} keeps states in 8 bits, with a scale for each {BLOCK} entries of a shard: "
-            f"over {apart[0].layout}, shards of {len(apart)} parameters (for example {apart[0].name}) are not whole "
-            "blocks, so its steps differ from the steps of one process by rounding. hfscale.create_optimizer(model, "
-            "'adamw_8bit', lr=...) takes the same steps as one process",
+            f"over {apart[0].layout}, shards of {len(apart)} parameters (for example {apart[0].planned.name}) are not "
+            "whole blocks, so its steps differ from the steps of one process by rounding. "
+            "hfscale.create_optimizer(model, 'adamw_8bit', lr=...) takes the same steps as one process",
             stacklevel=2,
         )
 
@@ -365,28 +351,22 @@ def _differs(optimizer: torch.optim.Optimizer, device: torch.device, halved: boo
     scale = torch.logspace(-1, 1, 8)[:, None]  # so that the two halves have different norms
     start = [torch.randn(8, 8, generator=generator) * scale for _ in range(2)]
     gradients = [[torch.randn(8, 8, generator=generator) * scale for _ in start] for _ in range(3)]
-    part = [start[0][:4], start[1]] if halved else start[1:]
-    given = [
-        [
-            gradient[0][:4],
-            gradient[1],
-        ]
-        if halved
-        else gradient[1:]
-        for gradient in gradients
-    ]
+
+    def of_rank(tensors: list[Tensor]) -> list[Tensor]:
+        return [tensors[0][:4], tensors[1]] if halved else tensors[1:]
+
+    part = of_rank(start)
     try:
         with fork_random_state(device):
             whole, again = (_stepped(optimizer, start, gradients, device) for _ in range(2))
-            stepped = _stepped(optimizer, part, given, device)
+            stepped = _stepped(optimizer, part, list(map(of_rank, gradients)), device)
     except Exception:  # a class may raise anything in a trial that it was not made for
         return isinstance(optimizer, torch.optim.LBFGS)
     if any(not torch.equal(one, other) for one, other in zip(whole, again, strict=True)):
         return False
-    expected = [whole[0][:4], whole[1]] if halved else whole[1:]
     return any(
         float((one - other).abs().max()) > _TOLERANCE * float((one - before).abs().max())
-        for one, other, before in zip(expected, stepped, part, strict=True)
+        for one, other, before in zip(of_rank(whole), stepped, part, strict=True)
     )
 
 

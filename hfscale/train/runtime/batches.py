@@ -29,6 +29,7 @@ from ...plan.feature_plans import ROUTES
 from ..packed_rows.facts import LENGTHS, numbers_documents
 from .writing import sum_or_raise
 
+_MODULUS = 1 << 64
 _tell_once = lru_cache(logging.getLogger(__name__).warning)
 Look = Callable[[Mapping[str, Any]], tuple[Tensor, Tensor]]
 """A function that counts, for one microbatch, its valid labels, and its labels outside of the vocabulary."""
@@ -176,13 +177,16 @@ def _hash(batch: Mapping[str, Any], zero: Tensor) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _weights(length: int, device: torch.device) -> Tensor:
-    """Return ``length`` random odd numbers, the same in every process, as position weights of a hash."""
-    drawn = torch.randint(
-        2**62,
-        (length,),
-        generator=torch.Generator().manual_seed(length),
-    )
-    return (drawn * 2 + 1).to(device, non_blocking=True)
+    """Return ``length`` odd numbers, the same in every process, as position weights of a hash."""
+    return odd_numbers(torch.arange(length, device=device))
+
+
+def odd_numbers(index: Tensor) -> Tensor:
+    """Return a different odd 64-bit number for each index, as weights of a checksum; overflow in the computation is
+    intended.
+    """
+    mixed = (index + 1) * (0x9E3779B97F4A7C15 - _MODULUS)
+    return ((mixed ^ (mixed >> 29)) * (0xBF58476D1CE4E5B9 - _MODULUS)) | 1
 
 
 def agree(

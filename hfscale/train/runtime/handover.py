@@ -100,7 +100,7 @@ class Replaced:
             planned = plans.get(name)
             if old is None or id(old) in live:
                 continue
-            owner = name if planned is None else planned.tied_to or name
+            owner = name if planned is None else planned.first_name
             successor = _Successor(
                 owner, self._by, plans.get(owner), now.get(owner), runtime.mesh.ranks
             )
@@ -192,8 +192,7 @@ def _refuse(
             f"{remedy}"
         )
     trained = any(old.requires_grad for old in held)
-    new = [old if id(old) not in found else found[id(old)].parameter for old in held]
-    here = [each for each in new if each is not None]
+    here = [new for old in held if (new := _now(old, found)) is not None]
     if trained and here and not any(each.requires_grad for each in here):
         raise ConfigError(
             f"{kind} must hold parameters that train, got {len(here)} parameters that {first.by} has frozen (for "
@@ -226,7 +225,7 @@ def check_optimizers(optimizers: Sequence[Any], runtimes: Sequence[Runtime]) -> 
     """
     for optimizer in optimizers:
         follow(optimizer)
-    spread = next((runtime for runtime in runtimes if runtime.mesh.layout.total_size > 1), None)
+    spread = next((runtime for runtime in runtimes if not runtime.is_alone), None)
     if spread is None:
         return
     own = {id(parameter) for runtime in runtimes for _, parameter in runtime.parameters()}

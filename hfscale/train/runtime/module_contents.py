@@ -5,8 +5,7 @@ CPU's caches, so all checks of one step share one walk. The walk builds and comp
 entry.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain, filterfalse
 from operator import attrgetter, is_, methodcaller
@@ -14,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from ..._compat.replaced import attribute_replaced
 from ..._compat.torch import children_of, parameters_of
 
 _values = methodcaller("values")
@@ -66,18 +66,12 @@ class ModuleContents:
                 self._version += 1
         return self._version
 
-    @contextmanager
-    def fixed(self) -> Iterator[None]:
-        """Check the modules for changes only once, at the beginning of the ``with`` block, in which nothing may change
+    def fixed(self) -> AbstractContextManager[Any]:
+        """Check the modules for changes now, and not again inside the ``with`` block, in which nothing may change
         them.
         """
         self.version()
-        outer = self._fixed
-        self._fixed = True
-        try:
-            yield
-        finally:
-            self._fixed = outer
+        return attribute_replaced(self, "_fixed", True)
 
     def _count_entries(self) -> tuple[list[Any], list[Any]]:
         """Return two lists that together change with the model's contents: numbers and names of all modules' children

@@ -137,12 +137,24 @@ class Part:
         """Restore this feature's state, as :meth:`state` returned it; not called if the state was empty."""
 
 
+class Reports:
+    """Exchange further numbers when a step begins with a comparison of the batches of ranks that share a batch. By
+    default, there are none.
+    """
+
+    def numbers_to_compare(self, train: bool) -> tuple[list[int], list[Tensor]]:
+        """Return the numbers that this rank sends: integers, and tensors on a device."""
+        return [], []
+
+    def compare_numbers(self, told: list[list[int]]) -> None:
+        """Check the numbers ``told`` by each rank, in the order of ranks."""
+
+
 class Executor:
     """Run a step's microbatches one after another."""
 
     under_way = False  # whether microbatches of earlier steps are in flight
-    # what ranks that share a batch exchange as they compare it; ``None``: nothing besides
-    reports: "Reports | None" = None
+    reports = Reports()  # what ranks that share a batch exchange as they compare it
 
     def __init__(self, runtime: "Runtime") -> None:
         self._runtime = runtime
@@ -221,18 +233,6 @@ class Executor:
         """
 
 
-class Reports(Protocol):
-    """Exchange further numbers when a step begins with a comparison of the batches of ranks that share a batch."""
-
-    def numbers_to_compare(self, train: bool) -> tuple[list[int], list[Tensor]]:
-        """Return the numbers that this rank sends: integers, and tensors on a device."""
-        ...
-
-    def compare_numbers(self, told: list[list[int]]) -> None:
-        """Check the numbers ``told`` by each rank, in the order of ranks."""
-        ...
-
-
 class DataAxes:
     """Define what a step needs of the data axes: reductions of gradients, and gathering of sharded parameters. By
     default, there is one data rank, and nothing to do.
@@ -302,7 +302,6 @@ class SequenceAxis:
 class AdapterAxis(Protocol):
     """Define the interface by which other code reads the adapters that PEFT has added to a model."""
 
-    peft_model: Any  # PEFT's model around this rank's model
     whole: Any  # PEFT's model around the full model, on the meta device
     stock_plan: Plan  # the plan without adapters
     source: (
@@ -331,40 +330,44 @@ class AdapterAxis(Protocol):
         """Read a saved adapter from ``directory``, and return this rank's shards by name."""
         ...
 
-    def in_front(self, runtime: "Runtime", batch: Batch) -> Batch:
-        """Return the batch with the trained prompt's tokens in front of each row; unchanged if the adapter is not a
-        prompt (as in prompt tuning).
-        """
-        ...
 
-    def without_prompt(self, runtime: "Runtime", batch: Batch) -> Batch:
-        """Return the batch without the trained prompt's tokens that :meth:`in_front` has put in front of each row."""
-        ...
+class PromptAxis:
+    """Define how steps add a trained prompt (as in prompt tuning) to batches. By default, there is no prompt."""
 
-    def tokens_in_front(self, runtime: "Runtime") -> int:
-        """Return how many tokens a trained prompt (prompt tuning) puts in front of each row; 0 without a prompt."""
-        ...
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens the prompt puts in front of each row; 0 for prefixes, and while it is off."""
+        return 0
+
+    def in_front(self, batch: Batch) -> Batch:
+        """Return the batch with the prompt's tokens in front of each row."""
+        return batch
+
+    def without(self, batch: Batch) -> Batch:
+        """Return the batch without the tokens that :meth:`in_front` has put in front of each row."""
+        return batch
 
 
-class RandomAxis(Protocol):
+class RandomAxis:
     """Define how the random streams of ranks that get the same batch are synchronized: the ranks draw equal numbers
-    (dropout of replicated values), or different numbers where they compute different values.
+    (dropout of replicated values), or different numbers where they compute different values. By default, there is
+    nothing to synchronize.
     """
 
-    agreed: bool  # whether the ranks have the same streams; otherwise they synchronize before the next step
+    agreed = True  # whether the ranks have the same streams; otherwise they synchronize before the next step
 
     def synchronize(self, runtime: "Runtime") -> None:
         """Synchronize the streams, before the first training step and after the user's seeding; collective."""
 
 
-class PassObserver(Protocol):
-    """Define the interface of measurements that an optimizer makes in training passes between its steps, such as
-    QK-clip's attention scores.
+class PassObserver:
+    """Define the measurements that an optimizer makes in training passes between its steps, such as QK-clip's
+    attention scores. By default, there are none.
     """
 
-    needs_rows: str
+    needs_rows = ""
     """A text that completes the error for a rank whose batch has no rows: the optimizer's name, and why its
-    measurements must not run on rows of padding.
+    measurements must not run on rows of padding. Empty if such batches are accepted.
     """
 
     def drop(self) -> None:
@@ -399,8 +402,9 @@ class Runtime:
     # Whether the optimizer preserves small updates of 16-bit weights.
     keeps_small_updates: bool = False
     adapters: AdapterAxis | None = None
-    streams: RandomAxis | None = None
-    observer: PassObserver | None = None  # an optimizer's measurements of training passes
+    prompt: PromptAxis = field(default_factory=PromptAxis)  # the prompt that the adapters train
+    streams: RandomAxis = field(default_factory=RandomAxis)
+    observer: PassObserver = field(default_factory=PassObserver)  # an optimizer's measurements
     # The id of the run, stored in its saved states; empty before it saves or loads one.
     run: str = ""
     stored_layout: Any = (
@@ -411,8 +415,6 @@ class Runtime:
         self.executor, self.contents = Executor(self), ModuleContents(self.model)
         self._live = LiveParameters(self.model, self.contents)
         self._planned = self.plan  # the plan without parameters that were added later
-        self._parts_seen = self.parts
-        self._implementing = dict[str, tuple[Part, ...]]()  # hook -> the parts that implement it
         planned = self.plan.feature(OwnLossPlan)
         if planned is not None:
             self.loss = OwnLoss(planned, class_name(self.model))
@@ -434,7 +436,7 @@ class Runtime:
         """Record that a caller passed ``model``, a module that contains the parallelized model, to an hfscale function.
         In one process, its other parameters are then trained and included in norms and saves.
         """
-        if self.mesh.layout.total_size == 1:
+        if self.is_alone:
             self._live.look_around(model)
 
     @property
@@ -444,11 +446,16 @@ class Runtime:
         """
         return self._live.outermost
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process holds the full model, and there are no other ranks."""
+        return self.mesh.layout.total_size == 1
+
     def latecomers(self) -> tuple[str, ...]:
         """Return the names of parameters that were added to the model after planning. Only in one process; over several
         ranks, return none.
         """
-        if self.mesh.layout.total_size > 1:
+        if not self.is_alone:
             return ()
         self.live_parameters()
         return tuple(
@@ -471,15 +478,8 @@ class Runtime:
         """Return the installed features whose class implements the given hook of :class:`Part`, in the order of
         installation.
         """
-        if self._parts_seen is not self.parts:  # stock code has removed a part
-            self._parts_seen = self.parts
-            self._implementing.clear()
         name = hook.__name__
-        if name not in self._implementing:
-            self._implementing[name] = tuple(
-                part for part in self.parts if getattr(type(part), name) is not hook
-            )
-        return self._implementing[name]
+        return tuple(part for part in self.parts if getattr(type(part), name) is not hook)
 
     @contextmanager
     def around(self, hook: Hook, *args: Any) -> Iterator[None]:
@@ -533,7 +533,7 @@ class Runtime:
         live = self.live_parameters()
         held = self.plan.local_names(self.mesh.pp_rank)
         here = [planned for planned in self.plan.owned() if planned.name in held]
-        if self.mesh.layout.total_size == 1:  # stock code may have removed modules
+        if self.is_alone:  # stock code may have removed modules
             here = [planned for planned in here if held[planned.name] in live]
         return [(planned, live[held[planned.name]]) for planned in here]
 
@@ -542,7 +542,7 @@ class Runtime:
         wrappers.
         """
         live = self._live.by_name()
-        if self.mesh.layout.total_size == 1 and self._live.changed():
+        if self.is_alone and self._live.changed():
             self._plan_anew(live)
         return live
 

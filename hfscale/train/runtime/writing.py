@@ -25,11 +25,6 @@ Attempt = Callable[..., Any]
 _Result = TypeVar("_Result")
 
 
-def is_writer(mesh: Mesh) -> bool:
-    """Return whether this rank writes files; only the first rank does."""
-    return mesh.is_first
-
-
 def everyone_arrives(mesh: Mesh, timeout: timedelta, call: str) -> None:
     """Wait until every rank has made the same ``call``, such as a save; raise :class:`CheckpointError` if a rank has
     not made it within ``timeout``.
@@ -162,7 +157,7 @@ def warn_of_not_finite(mesh: Mesh, name: str, where: str) -> None:
     ``""``; the warning names the first one found on any rank. Collective.
     """
     unreadable = next(filter(None, mesh.all_gather_object(name)), None)
-    if unreadable and is_writer(mesh):
+    if unreadable and mesh.is_first:
         _log.warning(
             "%s has NaN or infinity in %s: every loss computed from this tensor is NaN, so resume from an earlier "
             "save",
@@ -207,7 +202,7 @@ def atomic_directory(
     new = None
     with all_or_none(mesh, f"{target} could not be written"):
         try:
-            if mesh is None or is_writer(mesh):
+            if mesh is None or mesh.is_first:
                 new = NewFiles(target)
                 staging.path = new.path
             if mesh is not None:
