@@ -2,10 +2,12 @@
 # PEFT 0.21.2: after a switch of adapters the head that the other adapter saved goes on training.
 # Expected: `set_adapter("default")` freezes everything of the adapter "other": its factors, and its copy of the head
 # (`modules_to_save`), which is not read any more.
-# Seen: if "other" was loaded by `load_adapter(..., is_trainable=True)`, its factors are frozen and its copy of the head is
-# not. `print_trainable_parameters` counts it, an optimizer that is made now holds it, and DistributedDataParallel stops
-# in its second step, because a parameter that trains has got no gradient. Adapters made by `add_adapter` are frozen whole.
-# Found by comparing `requires_grad` over random sequences of switches; run with torch 2.14.1, transformers 5.24.0, on a CPU.
+# Seen: if "other" was loaded by `load_adapter(..., is_trainable=True)`, its factors are frozen and its copy of the head
+# is not. `print_trainable_parameters` counts it, an optimizer that is made now holds it, and DistributedDataParallel
+# stops in its second step, because a parameter that trains has got no gradient. Adapters made by `add_adapter` are
+# frozen whole.
+# Found by comparing `requires_grad` over random sequences of switches; run with torch 2.14.1, transformers 5.24.0, on a
+# CPU.
 # Exits with 1 if it behaves otherwise.
 set -euo pipefail
 place=$(mktemp -d)
