@@ -128,9 +128,10 @@ def _check_format(recipe: Recipe, data: DataRecipe) -> None:
             f"data.images_column={data.images_column!r} needs conversations, one per row: use data.format=chat, and "
             "leave out data.packing"
         )
-    layouts = [hfscale.ParallelConfig(**fields) for fields in (recipe.parallel, *recipe.fallbacks)]
+    fields = (recipe.parallel, *recipe.fallbacks)
     if data.samples and (
-        data.format in ("pairs", "classes") or any(layout.pp > 1 for layout in layouts)
+        data.format in ("pairs", "classes")
+        or any(hfscale.ParallelConfig(**each).pp > 1 for each in fields)
     ):
         raise RecipeError(
             f"data.samples={data.samples} needs a model that generates text, and a layout without pipeline stages: set "

@@ -32,7 +32,6 @@ from .runtime.batches import (
     to_device,
     total_of,
 )
-from .runtime.runtime import Reports
 
 # Indices into embedding tables.
 _INDICES = (
@@ -328,23 +327,25 @@ def _agreed(
     # Not with microbatches in flight: then stages are in different steps.
     compares = not (train and executor.under_way)
     sharing = runtime.mesh.sharing if compares else None
-    reports = executor.reports if compares else Reports()
+    reports = executor.reports if compares else None
     given = list[Microbatch]()
     seen = None
     refused = None
+    told: tuple[list[int], list[Tensor]] = [], []
     try:
         given = _microbatches(runtime, microbatches_of(batch, routes), loss)
-        told = reports.numbers_to_compare(train)
+        told = told if reports is None else reports.numbers_to_compare(train)
         seen = look_at(
             given, loss.count_labels, hashed=sharing is not None, tokens=_vocabulary(runtime, given)
         )
     except ConfigError as error:  # the other ranks must not wait for this rank
         refused = error
-        told = reports.numbers_to_compare(False)
+        told = told if reports is None else reports.numbers_to_compare(False)
     rows, ranks = agree(given, seen, train, sharing, *told)
     if refused is not None:
         raise refused
-    reports.compare_numbers(ranks)
+    if reports is not None:
+        reports.compare_numbers(ranks)
     return given, rows
 
 
@@ -368,7 +369,7 @@ def _vocabulary(runtime: Runtime, batches: Sequence[Batch]) -> int | None:
         on_host = all(each is None or each.device.type == "cpu" for each in ids)
         if not on_host or runtime.mesh.control is None:
             return None
-    return shape[0] + runtime.prompt.tokens
+    return shape[0] + (0 if runtime.prompt is None else runtime.prompt.tokens)
 
 
 def _refuse_outside(runtime: Runtime, outside: int) -> None:
@@ -387,7 +388,7 @@ def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> l
     filled = list[Batch]()
     for microbatch in given:
         check_microbatch(runtime, microbatch, loss)
-        filled.append(_without_gaps(runtime, microbatch))
+        filled.append(microbatch if has_rows(microbatch) else _rows_of_padding(runtime, microbatch))
     asks = "" if loss.needs_labels else "loss_fn"
     if runtime.model.training and torch.is_grad_enabled():
         asks = runtime.observer.needs_rows or asks
@@ -396,7 +397,8 @@ def _microbatches(runtime: Runtime, given: Sequence[Batch], loss: StepLoss) -> l
             f"a batch must have at least one row on every rank for {asks}, got none on this rank: pass at least one "
             "row"
         )
-    filled = list(map(runtime.prompt.in_front, filled))
+    if runtime.prompt is not None:
+        filled = list(map(runtime.prompt.in_front, filled))
     shared = list(map(Microbatch, runtime.executor.share_out(filled)))
     for microbatch in shared:
         microbatch.parts = len(shared) // len(given)
@@ -412,12 +414,10 @@ def has_rows(batch: Mapping[str, Any]) -> bool:
     return not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[0] > 0
 
 
-def _without_gaps(runtime: Runtime, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``batch``, unless it has no rows. Then return rows of padding with ignored labels, because a rank without
-    rows must still join all collectives.
+def _rows_of_padding(runtime: Runtime, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return rows of padding with ignored labels in place of a ``batch`` that has no rows, because a rank without rows
+    must still join all collectives.
     """
-    if has_rows(batch):
-        return batch
     tokens = batch["inputs_embeds" if batch.get("input_ids") is None else "input_ids"]
     rows = runtime.executor.fewest_rows()
     length = max(2, tokens.shape[1])

@@ -297,7 +297,8 @@ class UserLoss:
         """
         runtime = self._runtime
         refuse_without_flush(runtime, "loss_fn")
-        if runtime.prompt.tokens and runtime.mesh.layout.cuts_sequences:
+        prompted = runtime.prompt is not None and runtime.prompt.tokens > 0
+        if prompted and runtime.mesh.layout.cuts_sequences:
             raise ConfigError(
                 "loss_fn needs rows whose tokens are on one rank if an adapter adds a prompt before them, got "
                 f"{runtime.mesh.layout.describe()}, where ranks share a row and its prompt: leave loss_fn out, or use "
@@ -350,6 +351,8 @@ class UserLoss:
         front of each row.
         """
         given = self._given[index]
+        if self._runtime.prompt is None:
+            return given
         own = self._runtime.prompt.without(given)
         return given if own is given else given.like(own)
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hfscale._compat import torch_fsdp
-from hfscale.features.fp8 import part as eight_bits
+from hfscale.features.fp8 import scaled_matmul as eight_bits
 from hfscale.features.memory import stored
 
 Clock = dict["Stream", int]

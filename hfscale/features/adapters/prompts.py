@@ -38,7 +38,6 @@ from ...plan.feature_plans import recomputed
 from ...train.runtime import Batch, Runtime
 from ...train.runtime.batches import in_prepared_pass
 from ...train.runtime.parameter_names import module_at, put_buffer
-from ...train.runtime.runtime import PromptAxis
 from ...train.runtime.shards import gather_full
 from .adapter_structure import quietly
 from .plan import prompt_of
@@ -187,7 +186,7 @@ def _encoder_class(config: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Prompt(PromptAxis):
+class Prompt:
     """Add a model's prompt to batches, and remove it."""
 
     plan: Plan

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from ..._compat.torch import has_accumulation_hook
 from ...errors import ConfigError
 from ...train.runtime import Runtime, local_tensor
-from ...train.runtime.runtime import Reports
 from ...train.runtime.shards import gradients_aside
 
 # states of a tied tensor; _CHANGED is added if requires_grad changed
@@ -53,7 +52,7 @@ class _Report:
     sums: list[int]  # per tied tensor, the sum of its bits
 
 
-class StageAgreement(Reports):
+class StageAgreement:
     """Exchange with all other stages, before a step, which stages train, and the state of tied tensors."""
 
     def __init__(self, runtime: Runtime) -> None:

@@ -84,11 +84,14 @@ class Overlap:
         gather, reduce, entries = (
             (None, self._start_sum, x.numel()) if stream is None else stream.collectives(x)
         )
+        autocast = torch.is_autocast_enabled(x.device.type)
         # The gradient is a sum over projections that ran in the autocast dtype, so it is sent in this dtype.
-        if torch.is_autocast_enabled(x.device.type):
+        if autocast:
             reduce = narrowed(reduce, torch.get_autocast_dtype(x.device.type))
         agrees = self._agrees
         if not (agrees or self.regather) and entries * x.element_size() < overlap.OVERLAPPED_FROM:
+            if stream is None and not autocast:
+                return collectives.copy_to_tp_region(x, self.group)
             return _entered_at_once(x, gather, reduce)
         reads = self._trained_columns(regathers=self.regather and stream is not None)
         weights = [

@@ -400,7 +400,9 @@ def _rows_of(head: nn.Module, lazy: LazyLogits) -> HeadRows:
     """
     needed = lazy.hidden.requires_grad
     # Listed in each pass, because FSDP2 replaces parameters between steps.
-    parameters = _read_parameters(head)
+    parameters = list(head.parameters())
+    if copies := getattr(head, "modules_to_save", None):
+        parameters = _without_unread(head, copies, parameters)
     by_hand = (
         getattr(inspect.unwrap(lazy.head), "__func__", None) is nn.Linear.forward
         and all(
@@ -413,18 +415,19 @@ def _rows_of(head: nn.Module, lazy: LazyLogits) -> HeadRows:
     return AnyRows(lazy.head, [p for p in parameters if p.requires_grad], lazy.finish, needed)
 
 
-def _read_parameters(head: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that the head reads: not those of copies that PEFT keeps for adapters that are not active
-    (``modules_to_save``), which would get gradients of zeros, and decay.
+def _without_unread(
+    head: Any, copies: nn.ModuleDict, parameters: list[nn.Parameter]
+) -> list[nn.Parameter]:
+    """Return the ``parameters`` that the head reads: not those of ``copies`` that PEFT keeps for adapters that are not
+    active (``modules_to_save``), which would get gradients of zeros, and decay.
     """
-    copies: Any = getattr(head, "modules_to_save", {})
     unread = {
         id(parameter)
         for name, copy in copies.items()
-        if name not in head.active_adapters  # type: ignore[operator]
+        if name not in head.active_adapters
         for parameter in copy.parameters()
     }
-    return [parameter for parameter in head.parameters() if id(parameter) not in unread]
+    return [parameter for parameter in parameters if id(parameter) not in unread]
 
 
 def install_loss(runtime: Runtime, regions: "Sequence[SequenceRegion]") -> VocabParallelLoss | None:

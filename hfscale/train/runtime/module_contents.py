@@ -5,7 +5,8 @@ CPU's caches, so all checks of one step share one walk. The walk builds and comp
 entry.
 """
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, filterfalse
 from operator import attrgetter, is_, methodcaller
@@ -13,7 +14,6 @@ from typing import Any
 
 from torch import nn
 
-from ..._compat.replaced import attribute_replaced
 from ..._compat.torch import children_of, parameters_of
 
 _values = methodcaller("values")
@@ -66,12 +66,18 @@ class ModuleContents:
                 self._version += 1
         return self._version
 
-    def fixed(self) -> AbstractContextManager[Any]:
-        """Check the modules for changes now, and not again inside the ``with`` block, in which nothing may change
+    @contextmanager
+    def fixed(self) -> Iterator[None]:
+        """Check the modules for changes only once, at the beginning of the ``with`` block, in which nothing may change
         them.
         """
         self.version()
-        return attribute_replaced(self, "_fixed", True)
+        outer = self._fixed
+        self._fixed = True
+        try:
+            yield
+        finally:
+            self._fixed = outer
 
     def _count_entries(self) -> tuple[list[Any], list[Any]]:
         """Return two lists that together change with the model's contents: numbers and names of all modules' children

@@ -137,24 +137,12 @@ class Part:
         """Restore this feature's state, as :meth:`state` returned it; not called if the state was empty."""
 
 
-class Reports:
-    """Exchange further numbers when a step begins with a comparison of the batches of ranks that share a batch. By
-    default, there are none.
-    """
-
-    def numbers_to_compare(self, train: bool) -> tuple[list[int], list[Tensor]]:
-        """Return the numbers that this rank sends: integers, and tensors on a device."""
-        return [], []
-
-    def compare_numbers(self, told: list[list[int]]) -> None:
-        """Check the numbers ``told`` by each rank, in the order of ranks."""
-
-
 class Executor:
     """Run a step's microbatches one after another."""
 
     under_way = False  # whether microbatches of earlier steps are in flight
-    reports = Reports()  # what ranks that share a batch exchange as they compare it
+    # what ranks that share a batch exchange as they compare it; ``None``: nothing besides
+    reports: "Reports | None" = None
 
     def __init__(self, runtime: "Runtime") -> None:
         self._runtime = runtime
@@ -231,6 +219,18 @@ class Executor:
         """Raise :class:`ConfigError` if a user's own loop cannot call the model directly, since pipeline stages run
         only in training steps. ``call`` names what the user called.
         """
+
+
+class Reports(Protocol):
+    """Exchange further numbers when a step begins with a comparison of the batches of ranks that share a batch."""
+
+    def numbers_to_compare(self, train: bool) -> tuple[list[int], list[Tensor]]:
+        """Return the numbers that this rank sends: integers, and tensors on a device."""
+        ...
+
+    def compare_numbers(self, told: list[list[int]]) -> None:
+        """Check the numbers ``told`` by each rank, in the order of ranks."""
+        ...
 
 
 class DataAxes:
@@ -331,21 +331,21 @@ class AdapterAxis(Protocol):
         ...
 
 
-class PromptAxis:
-    """Define how steps add a trained prompt (as in prompt tuning) to batches. By default, there is no prompt."""
+class PromptAxis(Protocol):
+    """Define how steps add a trained prompt (as in prompt tuning) to batches."""
 
     @property
     def tokens(self) -> int:
         """Return how many tokens the prompt puts in front of each row; 0 for prefixes, and while it is off."""
-        return 0
+        ...
 
     def in_front(self, batch: Batch) -> Batch:
         """Return the batch with the prompt's tokens in front of each row."""
-        return batch
+        ...
 
     def without(self, batch: Batch) -> Batch:
         """Return the batch without the tokens that :meth:`in_front` has put in front of each row."""
-        return batch
+        ...
 
 
 class RandomAxis:
@@ -402,7 +402,7 @@ class Runtime:
     # Whether the optimizer preserves small updates of 16-bit weights.
     keeps_small_updates: bool = False
     adapters: AdapterAxis | None = None
-    prompt: PromptAxis = field(default_factory=PromptAxis)  # the prompt that the adapters train
+    prompt: PromptAxis | None = None  # the prompt that the adapters train
     streams: RandomAxis = field(default_factory=RandomAxis)
     observer: PassObserver = field(default_factory=PassObserver)  # an optimizer's measurements
     # The id of the run, stored in its saved states; empty before it saves or loads one.
