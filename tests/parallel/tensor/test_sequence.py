@@ -1,12 +1,15 @@
 """Sequence parallelism: the same arithmetic, the same bytes on the wire, and activations that are cut."""
 
 from collections.abc import Callable
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 import hfscale
@@ -377,3 +380,28 @@ def test_two_forward_passes_before_a_backward_pass(pools: Pools, tmp_path: Path)
         whole = [grad for grad in rank if grad.shape == (32,)]
         for found, expected in zip(whole, norms, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+def evaluated_between(path: str, layout: dict[str, Any]) -> dict[str, Tensor]:
+    """Gradients of a pass that is recomputed after an evaluation; hooks are recomputed too, as in older
+    transformers.
+    """
+    model = hfscale.from_pretrained(
+        path, parallel=ParallelConfig(**layout), dtype=torch.float64
+    ).train()
+    ids = torch.arange(26).view(2, 13)
+    call = partial(checkpoint, nn.Module.__call__, use_reentrant=False, determinism_check="none")
+    with patch.object(type(model.model.layers[0]), "__call__", partialmethod(call)):
+        loss = model(input_ids=ids, labels=ids).loss
+        with torch.no_grad():
+            model(input_ids=ids[:1, :8])
+        loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_an_evaluation_before_a_backward_pass(pools: Pools, tmp_path: Path) -> None:
+    path = save(tmp_path, tiny("llama"))
+    norms = {name: x for name, x in evaluated_between(path, {}).items() if "norm" in name}
+    for rank in pools(2).run(evaluated_between, path, WITH):
+        for name, expected in norms.items():
+            torch.testing.assert_close(rank[name], expected, rtol=1e-6, atol=1e-9)

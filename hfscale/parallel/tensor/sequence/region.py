@@ -45,14 +45,18 @@ TOKENS = 1  # the dim of ``[b, s, h]`` that holds tokens
 
 
 class ForwardPass:
-    """Hold the sizes of one forward pass whose hidden states are sharded: its ``samples`` of ``total`` tokens each.
+    """Describe one forward pass whose hidden states are sharded: its ``samples`` of ``total`` tokens each, the layer
+    ``before`` which they were scattered (``None`` if they arrived sharded), and whether this layer's input was
+    ``partial`` sums.
 
     The two numbers are stored as sizes of an empty tensor, because torch's compiler treats plain numbers as constants
     and would compile again for every new number.
     """
 
-    def __init__(self, total: int, samples: int) -> None:
+    def __init__(self, total: int, samples: int, before: nn.Module | None, partial: bool) -> None:
         self.sizes = torch.empty(total, samples, 0)
+        self.before = before
+        self.partial = partial
 
     @property
     def total(self) -> int:
@@ -108,12 +112,10 @@ class SequenceRegion:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.random = LayerRandom(self.rank)
         self.feeds_head = False  # whether a vocabulary-parallel head reads this stack's output
-        # for each forward pass that saves activations, its sizes, once its hidden states are sharded
+        # for each forward pass that saves activations, its description, once its hidden states are sharded
         self._passes = ForwardPasses[list[ForwardPass]]()
         self._passes.begin([])
         self._open = False  # whether a forward pass of the owner is running that saves activations
-        # the layer before which the hidden states were scattered
-        self._first: nn.Module | None = None
         # the number of tokens per sample, if a pipeline stage receives hidden states that are sharded already
         self._arrives: int | None = None
         # whether hidden states stay sharded at the end of the pass, for the next pipeline stage
@@ -267,14 +269,14 @@ class SequenceRegion:
         if self._open:
             if self._sizes:
                 return None
-            self._sizes.append(ForwardPass(self._arrives or total, x.shape[0]))
-            if self._arrives is not None:
-                return None
-            self._first = layer
+            before = layer if self._arrives is None else None
+            started = ForwardPass(self._arrives or total, x.shape[0], before, self._partial)
+            self._sizes.append(started)
         # Recomputation may start before or after this hook, depending on transformers' version.
-        elif self._first is not layer:
+        if not self._sizes or self._sizes[0].before is not layer:
             return None
-        cut = reduce_scatter_to_sequence_region if self._partial else scatter_to_tp_region
+        partial = self._sizes[0].partial
+        cut = reduce_scatter_to_sequence_region if partial else scatter_to_tp_region
         return cut(x, share_evenly(total, self.size), self.group, TOKENS)
 
     def finish(self, x: Tensor) -> Tensor:
