@@ -51,8 +51,9 @@ class ForwardPass:
     and would compile again for every new number.
     """
 
-    def __init__(self, total: int, samples: int) -> None:
+    def __init__(self, total: int, samples: int, sums: bool) -> None:
         self.sizes = torch.empty(total, samples, 0)
+        self.sums = sums  # whether the embedding left partial sums to the first layer
 
     @property
     def total(self) -> int:
@@ -267,14 +268,15 @@ class SequenceRegion:
         if self._open:
             if self._sizes:
                 return None
-            self._sizes.append(ForwardPass(self._arrives or total, x.shape[0]))
+            self._sizes.append(ForwardPass(self._arrives or total, x.shape[0], self._partial))
             if self._arrives is not None:
                 return None
             self._first = layer
         # Recomputation may start before or after this hook, depending on transformers' version.
         elif self._first is not layer:
             return None
-        cut = reduce_scatter_to_sequence_region if self._partial else scatter_to_tp_region
+        sums = self._pass().sums
+        cut = reduce_scatter_to_sequence_region if sums else scatter_to_tp_region
         return cut(x, share_evenly(total, self.size), self.group, TOKENS)
 
     def finish(self, x: Tensor) -> Tensor:
