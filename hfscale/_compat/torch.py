@@ -366,6 +366,11 @@ def current_node_number() -> int:
     return int(torch._C._current_autograd_node()._sequence_nr())
 
 
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` at the end of the current backward pass, unless the pass raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+
+
 def gradients_asked(ctx: Any) -> Sequence[bool]:
     """Return, for each input of an ``autograd.Function``, whether the current backward pass needs the input's gradient.
     ``ctx.needs_input_grad`` instead tells whether any backward pass through the graph may need it. Under torch.compile,

@@ -209,6 +209,25 @@ def test_nodes_are_numbered_in_the_order_of_the_forward_pass() -> None:
     assert seen == [expected]
 
 
+@relies_on("torch.autograd.Variable._execution_engine")
+def test_a_function_is_called_at_the_end_of_the_outer_backward_pass() -> None:
+    """``queue_callback(function)`` calls the function after the backward pass in which it was called, and not after a
+    backward pass inside of that one.
+    """
+    seen: list[str] = []
+    outer, inner = weight(), weight()
+
+    def run_inner(_: Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: seen.append("end"))
+        with torch.enable_grad():
+            inner.sum().backward()
+        seen.append("inner")
+
+    outer.register_hook(run_inner)
+    outer.sum().backward()
+    assert seen == ["inner", "end"]
+
+
 @relies_on("torch._C._will_engine_execute_node")
 def test_a_backward_pass_tells_which_nodes_it_will_run() -> None:
     """``_will_engine_execute_node(node)`` says, in a backward pass, whether it goes there, and raises RuntimeError for

@@ -3,13 +3,20 @@ layer.
 
 A layer that is recomputed in a backward pass does not belong to the latest forward pass; in a pipeline, many passes may
 have begun since. Autograd numbers its nodes in the order of their creation, and recomputation runs inside the backward
-of a node of the original forward pass, so this node's number identifies the pass.
+of a node of the original forward pass, so this node's number identifies the pass. Inside a reentrant checkpoint, a
+second backward pass runs within the first one, over nodes that the recomputation has made (on GPUs in another thread,
+which has its own numbers): they belong to the pass that the first one was recomputing.
 """
 
 from collections import deque
 from typing import Generic, TypeVar
 
-from ..._compat.torch import backward_pass, current_node_number, next_node_number
+from ..._compat.torch import (
+    backward_pass,
+    call_after_backward,
+    current_node_number,
+    next_node_number,
+)
 from ...errors import ConfigError
 
 _KEPT = 1024  # maximum number of forward passes that wait for their backward pass
@@ -23,16 +30,20 @@ class ForwardPasses(Generic[_T]):
 
     def __init__(self) -> None:
         self._begun: deque[tuple[int, _T]] = deque(maxlen=_KEPT)
+        # the outermost backward pass that is recomputing, and the value of the forward pass that it recomputes
+        self._recomputed: tuple[int, _T] | None = None
 
     def begin(self, known: _T) -> None:
         """Store the value ``known`` for the forward pass that begins now, or from now on for the rest of the running
         pass.
         """
         self._begun.append((next_node_number(), known))
+        self._forget_recomputed()
 
     def clear(self) -> None:
         """Forget the values of all forward passes, since none of them will have a backward pass."""
         self._begun.clear()
+        self._forget_recomputed()
 
     @property
     def latest(self) -> _T:
@@ -45,14 +56,23 @@ class ForwardPasses(Generic[_T]):
         """
         if not recomputing():
             return self.latest
+        backward = backward_pass()
+        if self._recomputed is not None and self._recomputed[0] != backward:
+            return self._recomputed[1]
         number = current_node_number()
         for start, known in reversed(self._begun):
             if start <= number:
+                if self._recomputed is None:
+                    call_after_backward(self._forget_recomputed)
+                self._recomputed = backward, known
                 return known
         raise ConfigError(
             f"more than {_KEPT} forward passes wait for their backward passes, so the layers of the oldest forward "
             "passes cannot be recomputed any more: run backward earlier, or turn activation checkpointing off"
         )
+
+    def _forget_recomputed(self) -> None:
+        self._recomputed = None
 
 
 def recomputing() -> bool:

@@ -1,10 +1,9 @@
 """Sequence parallelism: the same arithmetic, the same bytes on the wire, and activations that are cut."""
 
 from collections.abc import Callable
-from functools import partial, partialmethod
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -382,26 +381,66 @@ def test_two_forward_passes_before_a_backward_pass(pools: Pools, tmp_path: Path)
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
-def evaluated_between(path: str, layout: dict[str, Any]) -> dict[str, Tensor]:
-    """Gradients of a pass that is recomputed after an evaluation; hooks are recomputed too, as in older
-    transformers.
-    """
-    model = hfscale.from_pretrained(
+def checkpointed(module: nn.Module, reentrant: bool) -> None:
+    """Put a module, with its hooks, into a checkpoint, as transformers before 5.23 and torch's wrappers do."""
+
+    class Checkpointed(type(module)):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled() and not reentrant:
+                return super().__call__(*args, **kwargs)
+            return checkpoint(super().__call__, *args, use_reentrant=reentrant, **kwargs)
+
+    module.__class__ = Checkpointed
+
+
+def norms_of(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: each.grad for name, each in model.named_parameters() if "norm" in name}
+
+
+def assert_equal_norms(pool: RankPool, function: Callable[..., Any], path: str) -> None:
+    expected = function(path, {})
+    for found in pool.run(function, path, WITH):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-9)
+
+
+def evaluated_between(path: str, layout: dict[str, Any]) -> dict[str, Tensor | None]:
+    model: Any = hfscale.from_pretrained(
         path, parallel=ParallelConfig(**layout), dtype=torch.float64
     ).train()
+    for layer in model.model.layers:
+        checkpointed(layer, False)
     ids = torch.arange(26).view(2, 13)
-    call = partial(checkpoint, nn.Module.__call__, use_reentrant=False, determinism_check="none")
-    with patch.object(type(model.model.layers[0]), "__call__", partialmethod(call)):
-        loss = model(input_ids=ids, labels=ids).loss
-        with torch.no_grad():
-            model(input_ids=ids[:1, :8])
-        loss.backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    with torch.no_grad():
+        model(input_ids=ids[:1])
+    loss.backward()
+    return norms_of(model)
 
 
-def test_an_evaluation_before_a_backward_pass(pools: Pools, tmp_path: Path) -> None:
-    path = save(tmp_path, tiny("llama"))
-    norms = {name: x for name, x in evaluated_between(path, {}).items() if "norm" in name}
-    for rank in pools(2).run(evaluated_between, path, WITH):
-        for name, expected in norms.items():
-            torch.testing.assert_close(rank[name], expected, rtol=1e-6, atol=1e-9)
+def test_an_evaluation_before_the_backward_pass(pools: Pools, tmp_path: Path) -> None:
+    """The embedding leaves its sum over ranks to the first layer, which is recomputed from this partial sum."""
+    assert_equal_norms(pools(2), evaluated_between, save(tmp_path, tiny("llama")))
+
+
+def nested(path: str, layout: dict[str, Any]) -> dict[str, Tensor | None]:
+    model: Any = hfscale.from_pretrained(
+        path, parallel=ParallelConfig(**layout), dtype=torch.float64
+    ).train()
+    enable_checkpointing(model, use_reentrant=True)
+    model.enable_input_require_grads()
+    for layer in model.model.layers:
+        checkpointed(layer.mlp, True)
+    losses = [
+        model(input_ids=ids, labels=ids, use_cache=False).loss
+        for ids in (torch.arange(26).view(2, 13), torch.arange(16)[None])
+    ]
+    losses[0].backward()
+    with ThreadPoolExecutor(1) as thread:  # with its own numbers, as on GPUs
+        thread.submit(losses[1].backward).result()
+    return norms_of(model)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_backward_pass_inside_a_backward_pass(pools: Pools, tmp_path: Path) -> None:
+    assert_equal_norms(pools(2), nested, save(tmp_path, tiny("llama")))
