@@ -74,7 +74,12 @@ def merged(peft_model: Any, adapter_names: Sequence[str] | None) -> Any:
     replicated = any(
         getattr(config, "layer_replication", None) for config in peft_model.peft_config.values()
     )
-    adapted = [each.get_base_layer() for each in peft_model.modules() if hasattr(each, "lora_A")]
+    adapted = [
+        each.get_base_layer()
+        for each in peft_model.modules()
+        if hasattr(each, "lora_A")
+        and hasattr(each, "get_base_layer")  # not a module of the model's own
+    ]
     weights = [
         id(weight)
         for module in {id(each): each for each in adapted}.values()

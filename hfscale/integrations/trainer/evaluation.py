@@ -9,7 +9,7 @@ rank of each distinct batch holds the full model during an evaluation, and gener
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -255,8 +255,7 @@ def _check_room(runtime: Runtime, room: int) -> None:
 @contextmanager
 def while_evaluated(trainer: Any) -> Iterator[None]:
     """Inside the block, let the trainer's model generate also with pipeline stages, and drop the outputs of rows that
-    only pad data ranks' last batches, which Seq2SeqTrainer would keep. Set ``use_liger_kernel=False``: otherwise
-    Trainer would let models with Liger's kernels leave out logits.
+    only pad data ranks' last batches, which Seq2SeqTrainer would keep.
     """
     accelerator = trainer.accelerator
     if trainer.gather_function == accelerator.gather:
@@ -266,11 +265,11 @@ def while_evaluated(trainer: Any) -> Iterator[None]:
             return accelerator.gather(given) if losses else accelerator.gather_for_metrics(given)
 
         trainer.gather_function = gather
-    with ExitStack() as stack:
-        stack.enter_context(attribute_replaced(trainer.args, "use_liger_kernel", False))
-        if generates(trainer) and trainer.runtime.plan.stages is not None:
-            generate = _WholeModel(trainer.runtime).generate
-            stack.enter_context(attribute_replaced(trainer.runtime.model, "generate", generate))
+    replaced: AbstractContextManager[None] = nullcontext()
+    if generates(trainer) and trainer.runtime.plan.stages is not None:
+        generate = _WholeModel(trainer.runtime).generate
+        replaced = attribute_replaced(trainer.runtime.model, "generate", generate)
+    with replaced:
         yield
 
 

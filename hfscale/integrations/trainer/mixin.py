@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
+from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers import trainer
 from ..._compat.trl import (
     DataHooks,
@@ -396,7 +397,9 @@ class TrainerMixin(Checkpoints, DataHooks):
             return evaluation.generated_step(self, inputs, loss, ignore_keys, stock, generates)
 
         def step(batch: Any, loss_only: bool) -> tuple[Tensor | None, Any, Any]:
-            return stock(model, batch, loss_only, ignore_keys)
+            # Otherwise Trainer would let models with Liger's kernels leave out logits.
+            with attribute_replaced(self.args, "use_liger_kernel", False):
+                return stock(model, batch, loss_only, ignore_keys)
 
         if self._scores_tokens and "labels" in inputs:
             return evaluation.scored_step(self, inputs, loss_only, step)

@@ -169,6 +169,22 @@ def test_replicas_of_layers_are_not_merged_into_the_weights_they_share() -> None
     torch.testing.assert_close(merged(input_ids=IDS).logits, adapted, rtol=1e-5, atol=1e-6)
 
 
+class OwnFactors(torch.nn.Linear):
+    """A layer of a model's own, with a factor named like PEFT's."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 64)
+        self.lora_A = torch.nn.Linear(64, 2)
+
+
+def test_modules_of_the_models_own_may_be_named_like_pefts_factors() -> None:
+    model = hfscale.parallelize(stock())
+    model.own = OwnFactors()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    merged = hfscale.merge_and_unload(adapted)
+    assert isinstance(merged.own, OwnFactors)
+
+
 @pytest.mark.parametrize("end", ["unload", "merge_and_unload"])
 def test_the_model_without_its_adapters_is_whole_again(tmp_path: Path, end: str) -> None:
     model = built("lora", "get_peft_model")

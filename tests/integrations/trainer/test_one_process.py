@@ -116,7 +116,11 @@ def test_an_evaluated_model_with_kernels_returns_logits(tmp_path: Path) -> None:
     trainer = OwnLoss(model=model, args=args, data_collator=default_data_collator)
     args.prediction_loss_only = True
     assert trainer.evaluate(ROWS)["eval_loss"] > 0
+    trainer.prediction_step(
+        trainer.model, default_data_collator(ROWS), True
+    )  # of a loop of one's own
     assert given == [{"input_ids", "labels"}] * len(given)
+    assert len(given) > 1
     assert args.use_liger_kernel
 
 

@@ -382,7 +382,7 @@ def test_two_forward_passes_before_a_backward_pass(pools: Pools, tmp_path: Path)
 
 
 def checkpointed(module: nn.Module, reentrant: bool) -> None:
-    """Put a module, with its hooks, into a checkpoint, as transformers before 5.23 and torch's wrappers do."""
+    """Put a module, with its hooks, into a checkpoint, as transformers 5.17 and torch's wrappers do."""
 
     class Checkpointed(type(module)):  # type: ignore[misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -61,7 +61,7 @@ class _Hooks:
     def __init__(self, region: SequenceRegion) -> None:
         self.region = region
 
-    @torch.compiler.disable  # reading the autograd graph and hooking gradients would each break the compiled graph
+    @torch.compiler.disable  # asking autograd which pass it recomputes would break the compiled graph
     def before_layer(
         self, layer: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
