@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..._compat.torch import next_node_number
 from ..._compat.transformers.computing import position_counter
 from ...distributed.ops.segments import RankChain, Segments, keep_states_apart
 from ...errors import ConfigError
@@ -78,14 +79,15 @@ class ContextParallel(Part, ContextAxis):
     def around_step(
         self, runtime: Runtime, microbatches: Sequence[Microbatch], train: bool
     ) -> Iterator[None]:
-        """After a step, forget the forward passes that were recorded for recomputed layers, unless some passes are
-        still running.
+        """After a step, forget its forward passes, which were recorded for recomputed layers, unless some passes are
+        still running. Passes of a plain loop may still wait for their backward passes.
         """
+        start = next_node_number()
         try:
             yield
         finally:
             if not runtime.executor.under_way:
-                self._passes.clear()
+                self._passes.forget_since(start)
 
     def check_step(
         self, runtime: Runtime, batches: Sequence[Batch], user_loss: bool = False

@@ -96,14 +96,20 @@ def install_partial_sums(
         for name in (*block.once, *(f"{row}.bias" for row in block.row))
     }
     adapters = {adapter.name for adapter in plan.adapters}
-    reads: dict[tuple[nn.Module, bool], dict[str, None]] = {}  # one module may have two names
+    gathered = [name for region in plan.sequence_regions for name in region.gathered]
+    # one module may have two names
+    reads: dict[tuple[nn.Module, nn.Module, bool], dict[str, None]] = {}
     for planned in plan.parameters:
         if "tp" in planned.partial and planned.name not in adapters and holds(planned.name):
             owner, _, name = planned.name.rpartition(".")
+            # A module that mixes tokens may read its children's parameters without calling them (a convolution's).
+            reader = next((each for each in gathered if f"{owner}.".startswith(f"{each}.")), owner)
+            modules = module_at(model, reader), module_at(model, owner)
             contributes = first or planned.name not in once
-            reads.setdefault((module_at(model, owner), contributes), {})[name] = None
-    for (module, contributes), names in reads.items():
-        read_partial(module, sums, names=tuple(names), once=contributes)
+            reads.setdefault((*modules, contributes), {})[name] = None
+    for (module, owner, contributes), names in reads.items():
+        for holder in computing(owner):
+            read_partial(module, sums, tuple(names), contributes, holder)
 
 
 def read_partial(
@@ -111,7 +117,7 @@ def read_partial(
     sums: PartialSums,
     names: Sequence[str],
     once: bool,
-    holder: nn.Module | None = None,
+    holder: nn.Module,
 ) -> None:
     """Make ``module`` read parameters through ``sums``.
 
@@ -120,7 +126,7 @@ def read_partial(
         sums: sums their gradients.
         names: the parameters' names; the holder may lack some of them.
         once: if false, the module computes with zeros in place of the values, but the parameters still get gradients.
-        holder: the module that holds the parameters, by default ``module`` or the stock modules that it wraps.
+        holder: the module that holds the parameters.
     """
 
     def read(leaf: Tensor) -> Tensor:
@@ -128,11 +134,10 @@ def read_partial(
         value = sums.read(leaf) if leaf.requires_grad else leaf
         return value if once else value * 0.0
 
-    for held in computing(module) if holder is None else [holder]:
-        own = own_parameters(held)
-        chosen = [name for name in names if own.get(name) is not None]
-        if chosen:
-            read_through(module, held, dict.fromkeys(chosen, read))
+    own = own_parameters(holder)
+    chosen = [name for name in names if own.get(name) is not None]
+    if chosen:
+        read_through(module, holder, dict.fromkeys(chosen, read))
 
 
 def read_through(

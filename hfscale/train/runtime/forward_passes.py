@@ -40,9 +40,12 @@ class ForwardPasses(Generic[_T]):
         self._begun.append((next_node_number(), known))
         self._forget_recomputed()
 
-    def clear(self) -> None:
-        """Forget the values of all forward passes, since none of them will have a backward pass."""
-        self._begun.clear()
+    def forget_since(self, start: int) -> None:
+        """Forget the values of the forward passes that began when autograd's next node had the number ``start``, or
+        later, since none of them will have a backward pass.
+        """
+        while self._begun and self._begun[-1][0] >= start:
+            self._begun.pop()
         self._forget_recomputed()
 
     @property

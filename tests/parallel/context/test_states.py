@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig
+from hfscale._compat.transformers.computing import enable_checkpointing
 from hfscale._compat.transformers.packed_rows import starts_of
 from hfscale._compat.transformers.recurrences import reads_by_functions
 from hfscale.distributed.ops.segments import Segments, keep_states_apart
@@ -22,6 +23,7 @@ from hfscale.extras.proofs.probe import perturb
 from hfscale.models.precision import keep_float64
 from hfscale.plan.sequence_split import Split
 from hfscale.testing import Case, RankPool, assert_layout_equal, count_traffic
+from hfscale.train.runtime import local_tensor
 
 from ...families import config_of
 from ...mixtures import EAGER
@@ -170,3 +172,25 @@ def test_layouts(pools: Pools, family: str, changes: dict[str, Any], axes: dict[
     layout = ParallelConfig(**axes)
     case = Case(config_of(family), hf_kwargs=EAGER, **changes)
     assert_layout_equal(case, layout, pools(layout.total_size))
+
+
+def _around_an_evaluation(directory: str, axes: dict[str, Any], evaluates: bool) -> Tensor:
+    """Gradients of a plain loop whose layers are recomputed, if an evaluation runs before the backward pass."""
+    layout = ParallelConfig(**axes)
+    model = hfscale.from_pretrained(directory, parallel=layout, **EAGER).train()
+    enable_checkpointing(model)
+    ids = torch.arange(26).view(2, 13)
+    loss = model(input_ids=ids, labels=ids).loss
+    if evaluates:
+        hfscale.eval_step(model, {"input_ids": ids[:1, :8], "labels": ids[:1, :8]})
+    loss.backward()
+    return torch.stack([local_tensor(parameter.grad).norm() for parameter in model.parameters()])
+
+
+def test_an_evaluation_before_a_backward_pass(pools: Pools, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(config_of("lfm2")).save_pretrained(tmp_path)
+    found = (
+        pools(2).run(_around_an_evaluation, str(tmp_path), {"cp_size": 2}, evaluates)[0]
+        for evaluates in (False, True)
+    )
+    assert torch.equal(*found)

@@ -135,8 +135,10 @@ def plain_gradients(
     return plain, {name: p.grad for name, p in model.named_parameters()}, seen
 
 
-def test_a_plain_loop_needs_nothing_more(pools: Pools, tmp_path: Path) -> None:
-    path = save(tmp_path, tiny("llama"))
+# Qwen3.5's linear attention reads its convolution's weight, and does not call the convolution
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_a_plain_loop_needs_nothing_more(pools: Pools, tmp_path: Path, family: str) -> None:
+    path = save(tmp_path, tiny_clone(AutoConfig.for_model(family)))
     for rank, (looped, stepped, seen) in enumerate(pools(2).run(plain_gradients, path, WITH)):
         assert seen == [6 - rank] * 4
         for name, gradient in looped.items():
