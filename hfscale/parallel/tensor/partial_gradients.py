@@ -107,8 +107,8 @@ def install_partial_sums(
             modules = module_at(model, reader), module_at(model, owner)
             contributes = first or planned.name not in once
             reads.setdefault((*modules, contributes), {})[name] = None
-    for (module, owner, contributes), names in reads.items():
-        for holder in computing(owner):
+    for (module, wrapped, contributes), names in reads.items():
+        for holder in computing(wrapped):
             read_partial(module, sums, tuple(names), contributes, holder)
 
 
