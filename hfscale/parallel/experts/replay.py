@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..._compat.replaced import attribute_replaced
-from ..._compat.torch import is_compiled_in_place
+from ..._compat.torch import is_compiled_in_place, next_node_number
 from ..._compat.transformers.classes import class_name
 from ...distributed.ops.collectives import all_gather, own_slice
 from ...errors import ConfigError
@@ -134,11 +134,12 @@ class RouteReplay(Part):
         if self._recorded is not None:
             for microbatch in microbatches:
                 microbatch[ROUTES] = self._new_pass(microbatch.get(ROUTES), microbatch)
+        start = next_node_number()
         try:
             yield
         finally:
             if train and self._handles and not runtime.executor.under_way:
-                self._passes.clear()
+                self._passes.forget_since(start)
                 self._passes.begin(None)
 
     @contextmanager
