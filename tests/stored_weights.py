@@ -1,7 +1,7 @@
 """Weights as the Hub's quantized checkpoints store them, and the values that the host reads from them."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -379,3 +379,16 @@ def write(config: PreTrainedConfig, way: Written, stored: Path, plain: Path) -> 
     )
     save_file(packed_ones, stored / "model.safetensors", {"format": "pt"})
     save_file(values, plain / "model.safetensors", {"format": "pt"})
+
+
+def write_pairs(
+    pairs: Iterable[tuple[str, str]], make: Callable[[str], Path]
+) -> dict[tuple[str, str], Path]:
+    """Return a directory for each pair of family and form, in which ``stored`` is quantized, and ``plain`` has the
+    values it stands for; ``make`` creates a directory of a name.
+    """
+    found = {}
+    for family, form in pairs:
+        found[family, form] = path = make("written")
+        write(CONFIGS[family], WRITTEN[form], path / "stored", path / "plain")
+    return found

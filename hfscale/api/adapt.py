@@ -125,7 +125,7 @@ def get_peft_model(
             fused=runtime.options.fused_adapters,
         ),
     )
-    if runtime.mesh.layout.total_size > 1:
+    if not runtime.is_alone:
         put_methods(adapters.peft_model, runtime.model, merge_and_unload, _unload)
     complete_config(peft_config, adapters.peft_model.peft_config[adapter_name])
     return adapters.peft_model
@@ -148,7 +148,7 @@ def _is_left_to_peft(runtime: Runtime, config: Any, mixed: bool, empty: bool) ->
     ``mixed`` methods and for a second adapter.
     """
     adapts = bool(runtime.latecomers()) or runtime.adapters is not None
-    if runtime.mesh.layout.total_size == 1:
+    if runtime.is_alone:
         return adapts or mixed or empty or not is_known(config, runtime.plan)
     if mixed:
         raise ConfigError(

@@ -307,10 +307,10 @@ def resize_vocabulary(
     build: Callable[[PreTrainedConfig], Any], config: PreTrainedConfig, tokens: int
 ) -> tuple[PreTrainedConfig, frozenset[str]]:
     """Return the config of a model resized to ``tokens`` tokens, and the names of the parameters with one row per
-    token. These are found by transformers' own resizing of a meta model that ``build`` creates from a config. Raise
-    :class:`ConfigError` if resizing changes anything but the number of rows of these parameters.
+    token. These are found by transformers' own resizing of a meta model that ``build`` creates from a copy of a config.
+    Raise :class:`ConfigError` if resizing changes anything but the number of rows of these parameters.
     """
-    before = build(copy.deepcopy(config))
+    before = build(config)
     shapes = _shapes(before)
     before.resize_token_embeddings(tokens, mean_resizing=False)
     after = build(before.config)

@@ -60,11 +60,12 @@ def convert_source(
         for name, tensor in stored.items()
     }
     converted = AsStored(model, contents)
+    plain = PlainForm()
     count = sum(prod(tensor.shape) for tensor in stored.values())
     with atomic_directory(target, stale=REPLACED) as staging:
         writer = CheckpointWriter(staging.path, converted.layout, max_shard_size, count)
         for name, tensor in stored.items():
-            write_parameter(writer, converted, PlainForm(), name, tensor[...])
+            write_parameter(writer, converted, plain, name, tensor[...])
         writer.finish()
         if own is not None:
             own.write_small_files(model, staging.path)

@@ -102,8 +102,8 @@ class QuantizedPlan:
     transposed: frozenset[str] = frozenset()
     # whether the checkpoint's weights are quantized; their scales then stay in float32
     stored: bool = False
+    # whether bitsandbytes' modules hold the weights, which PEFT and inference engines support
     by_bitsandbytes = True
-    """Whether bitsandbytes' modules hold the weights; PEFT and inference engines support these modules."""
 
     @property
     def bytes_per_value(self) -> float:

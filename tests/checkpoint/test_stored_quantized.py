@@ -31,7 +31,7 @@ from hfscale.testing.verify import verify
 from hfscale.train.runtime import runtime_of
 from hfscale.train.runtime.shards import local_tensor
 
-from ..stored_weights import CONFIGS, WRITTEN, table, write
+from ..stored_weights import CONFIGS, WRITTEN, table, write, write_pairs
 from ..sweeps import cases
 from ..tensor_memory import follow_memory
 from .test_experts import count_bytes
@@ -70,17 +70,7 @@ LAYOUTS: dict[str, Layout] = {
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
-    """A directory for each pair, in which ``stored`` is quantized, and ``plain`` has the values it stands for."""
-    found = {}
-    for family, form in PAIRS:
-        found[family, form] = tmp_path_factory.mktemp("written")
-        write(
-            CONFIGS[family],
-            WRITTEN[form],
-            found[family, form] / "stored",
-            found[family, form] / "plain",
-        )
-    return found
+    return write_pairs(PAIRS, tmp_path_factory.mktemp)
 
 
 def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -89,9 +89,8 @@ class MemoryEstimate:
     exchanged: int  # keys and values (or heads) that context-parallel ranks exchange, in one layer
     loss: int  # a chunk of logits with its gradient, and the head's gradient before it is .grad
     on_host: int = 0  # bytes in CPU memory instead; not part of the total
-    offloaded: int = (
-        0  # bytes of one microbatch's activations that are copied to CPU memory and back
-    )
+    # bytes of one microbatch's activations that are copied to CPU memory and back
+    offloaded: int = 0
     again: int = 0  # most bytes of the activations that one layer recomputes
     apart: int = 0  # bytes that the kinds above count, but that do not exist at the peak
     notes: tuple[str, ...] = ()  # how the bytes were estimated

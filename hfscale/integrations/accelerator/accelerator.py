@@ -473,13 +473,13 @@ class Accelerator(accelerate.Accelerator):
                 f"{runtime.options.mixed_precision!r}: give both the same, hfscale.from_pretrained(..., "
                 f"mixed_precision={self.mixed_precision!r}), or the accelerator mixed_precision={expected!r}"
             )
-        if runtime.mesh.layout.total_size > 1:
+        if not runtime.is_alone:
             # The copied model raises hfscale's error; copying the accelerator's process groups would raise torch's
             # error.
             self.__dict__["__reduce_ex__"] = runtime.model.__reduce_ex__
         if self._runtime is None:
             check_beside(filter(is_plain, self._prepared.models), runtime.mesh)
-            if self._dealt_over_processes and runtime.mesh.layout.total_size > 1:
+            if self._dealt_over_processes and not runtime.is_alone:
                 raise ConfigError(_TOO_LATE)
             self._runtime = runtime
             batches = runtime.mesh.batch_world

@@ -175,7 +175,7 @@ def _check_kernels(runtime: Runtime) -> None:
     again = "build it with hfscale.from_pretrained(..., use_liger_kernel=True)"
     if liger.is_installed():
         raise ConfigError(f"{built}: {again}")
-    if runtime.mesh.layout.total_size > 1:
+    if not runtime.is_alone:
         raise ConfigError(
             f"{built}, which are not installed: pip install liger-kernel, and {again}"
         )

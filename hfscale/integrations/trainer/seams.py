@@ -82,7 +82,7 @@ class Seams:
         outputs: Iterable[str] = ("log_probs",),
     ) -> None:
         runtime = find_runtime(model)
-        whole = runtime is None or runtime.mesh.layout.total_size == 1
+        whole = runtime is None or runtime.is_alone
         if runtime is None or (whole and cast_lm_head_to_fp32):
             stock(model, temperature, cast_lm_head_to_fp32, outputs)
             return

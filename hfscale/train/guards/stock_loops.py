@@ -194,7 +194,7 @@ class _Held(NamedTuple):
 
     @property
     def staged(self) -> bool:
-        """Whether other pipeline stages have other parameters."""
+        """Return whether other pipeline stages have other parameters."""
         return self.mesh.layout.pp > 1
 
 

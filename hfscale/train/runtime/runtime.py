@@ -448,7 +448,7 @@ class Runtime:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this process holds the full model, and there are no other ranks."""
+        """Return whether this process holds the full model, and there are no other ranks."""
         return self.mesh.layout.total_size == 1
 
     def latecomers(self) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ from hfscale.train.runtime.shards import local_tensor
 
 from ...checkpoint.test_host_forms import write_int8
 from ...mixtures import EAGER
-from ...stored_weights import CONFIGS, WRITTEN, Written, fp8, write
+from ...stored_weights import CONFIGS, WRITTEN, Written, fp8, write, write_pairs
 from ...sweeps import cases
 from ...tensor_memory import follow_memory
 
@@ -81,16 +81,7 @@ MISALIGNED = 1.05
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Pair, Path]:
-    found = {}
-    for family, form in PAIRS:
-        found[family, form] = tmp_path_factory.mktemp("written")
-        write(
-            CONFIGS[family],
-            WRITTEN[form],
-            found[family, form] / "stored",
-            found[family, form] / "plain",
-        )
-    return found
+    return write_pairs(PAIRS, tmp_path_factory.mktemp)
 
 
 @pytest.fixture(scope="module")

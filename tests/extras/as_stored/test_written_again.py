@@ -29,7 +29,7 @@ from ...checkpoint.test_stored_quantized import (
     merged_file_to_file,
     same_bytes,
 )
-from ...stored_weights import CONFIGS, WRITTEN, write
+from ...stored_weights import WRITTEN, write_pairs
 from ...sweeps import cases
 
 Pools = Callable[[int], RankPool]
@@ -38,12 +38,7 @@ Pair = tuple[str, str]
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Pair, Path]:
-    """A directory for each pair, in which ``stored`` is quantized, and ``plain`` has the values it stands for."""
-    found = {}
-    for family, form in PAIRS:
-        found[family, form] = path = tmp_path_factory.mktemp("written")
-        write(CONFIGS[family], WRITTEN[form], path / "stored", path / "plain")
-    return found
+    return write_pairs(PAIRS, tmp_path_factory.mktemp)
 
 
 def identical(first: Path, second: Path) -> None:
