@@ -11,8 +11,10 @@ from transformers.modeling_outputs import CausalLMOutput
 from .fuzz_batches import spans, valid_labels
 
 
-def by_document(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward pass that runs ``forward`` on each document of packed rows."""
+def by_document(forward: Callable[..., Any], first: bool) -> Callable[..., Any]:
+    """Return a forward pass that runs ``forward`` on each document of packed rows. ``first``: whether its loss counts
+    the labels of first tokens.
+    """
 
     @functools.wraps(forward)
     def run(**batch: Any) -> Any:
@@ -26,7 +28,7 @@ def by_document(forward: Callable[..., Any]) -> Callable[..., Any]:
             # Beside padding, positions are not what a model would count itself.
             if "attention_mask" not in part:
                 del part["position_ids"]
-            labels = valid_labels(part) if "labels" in part else 0
+            labels = valid_labels(part, first) if "labels" in part else 0
             found = forward(
                 **part if labels else {name: part[name] for name in part if name != "labels"}
             )

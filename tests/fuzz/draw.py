@@ -126,11 +126,6 @@ class Draw:
         return any(is_dropout(name) and value for name, value in self.config.items())
 
     @property
-    def in_front(self) -> bool:
-        """Whether tokens of a prompt stand before every row, so that the row's first label is predicted, too."""
-        return self.peft is not None and self.peft.get("prompt") in TOKENS
-
-    @property
     def levers(self) -> tuple[str, ...]:
         """The levers of memory and precision it has, by name; each field of ``memory`` is one."""
         asked = {

@@ -44,9 +44,9 @@ def _label_all(draw: Draw, batch: Batch) -> None:
         batch["labels"][begins(batch)] = -100
 
 
-def valid_labels(microbatch: Batch, in_front: bool = False) -> int:
-    """Labels that a causal language model learns from; of rows with tokens ``in_front``, their first ones, too."""
-    return int((microbatch["labels"][:, not in_front :] != -100).sum())
+def valid_labels(microbatch: Batch, first: bool = False) -> int:
+    """Labels that a causal language model learns from, also those of rows' ``first`` tokens."""
+    return int((microbatch["labels"][:, not first :] != -100).sum())
 
 
 def as_given(draw: Draw, microbatches: list[Batch]) -> Any:

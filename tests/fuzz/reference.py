@@ -167,12 +167,14 @@ def load(draw: Draw, directory: Path, dtype: torch.dtype) -> Any:
     model: Any = AUTO.from_pretrained(
         directory / "start", dtype=dtype, **arguments(draw), **quantization(draw)
     )
-    if draw.entry == "from_config":  # which, unlike from_pretrained, keeps nothing in 32 bits
+    if draw.entry == "from_config":
+        # Unlike from_pretrained it keeps nothing in 32 bits, and tables of positions frozen.
         with torch.device("meta"):
             built = AUTO.from_config(stock_config(draw), dtype=dtype, **arguments(draw))
-        types = {name: parameter.dtype for name, parameter in built.named_parameters()}
+        like = dict(built.named_parameters())
         for name, parameter in model.named_parameters():
-            parameter.data = parameter.data.to(types[name])
+            parameter.data = parameter.data.to(like[name].dtype)
+            parameter.requires_grad_(like[name].requires_grad)
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             keep_layout(module)
@@ -236,14 +238,27 @@ def _autocast(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., 
     return autocast_forward
 
 
-def _computing(draw: Draw, model: Any, dtype: torch.dtype) -> Any:
+@torch.no_grad()
+def _counts_first(model: Any) -> bool:
+    """Return whether a model's loss reads the labels of rows' first tokens: BART's decoders do not shift labels, and a
+    prompt stands in front of the first token.
+    """
+    ids = torch.arange(1, 5)[None]
+    one, other = ids.masked_fill(ids > 1, -100), ids.masked_fill(ids > 1, -100) + (ids == 1)
+    model.eval()
+    losses = [model(input_ids=ids, labels=labels).loss.nan_to_num() for labels in (one, other)]
+    model.train()
+    return not torch.equal(*losses)
+
+
+def _computing(draw: Draw, model: Any, dtype: torch.dtype, first: bool) -> Any:
     """Return ``model`` as the reference runs it."""
     own = _own_parts(draw)
     runs = hfscale.parallelize(model, **own) if own and draw.peft is None else model
     if dtype != torch.float64 and is_autocast(draw):
         runs.forward = _autocast(runs.forward, computes_in(draw))
     if draw.packed and draw.positions and not own:
-        runs.forward = by_document(runs.forward)
+        runs.forward = by_document(runs.forward, first)
     return runs
 
 
@@ -252,7 +267,8 @@ def train(
 ) -> list[Step]:
     """All steps in one process; those of ``skipped`` change nothing, as if they had overflowed."""
     model = load(draw, directory, dtype)
-    runs = _computing(draw, model, dtype)
+    first = _counts_first(model)
+    runs = _computing(draw, model, dtype, first)
     optimizers = stock_optimizers(draw, model, directory)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     record.dtypes = {plain_name(name): p.dtype for name, p in model.named_parameters()}
@@ -262,7 +278,7 @@ def train(
     scale = LossScale(draw)
     with exact(dtype), roundings_in_32_bits():
         for index, calls in enumerate(batches(draw, world, vocabulary)):
-            losses = [_call(draw, runs, call, scale.scale) for call in calls]
+            losses = [_call(draw, runs, call, scale.scale, first) for call in calls]
             skips = scale.over(trained)
             if skipped and skipped[index]:
                 model.zero_grad()
@@ -276,7 +292,7 @@ def train(
                 optimizer.zero_grad()
             steps.append(Step(losses, gradients, float(norm), _weights(model), scale.scale, skips))
             if index == 0:
-                _look(draw, model, runs, calls[0], record)
+                _look(draw, model, runs, calls[0], record, first)
     if draw.quantize is None or draw.peft is not None:
         model.save_pretrained(directory / f"end-{str(dtype).split('.')[1]}")
     return steps
@@ -307,7 +323,7 @@ def _own_parts(draw: Draw) -> dict[str, Any]:
     return own
 
 
-def _call(draw: Draw, model: nn.Module, call: Call, scale: float) -> list[float]:
+def _call(draw: Draw, model: nn.Module, call: Call, scale: float, first: bool) -> list[float]:
     """Forward and backward over all microbatches of all distinct batches."""
     if draw.routing is not None:
         given = [microbatch for rank in call for microbatch in rank if microbatch["labels"].numel()]
@@ -317,11 +333,11 @@ def _call(draw: Draw, model: nn.Module, call: Call, scale: float) -> list[float]
     if draw.loop == "plain":
         return [_plain(model, rank, len(call)) for rank in call]
     microbatches = [microbatch for rank in call for microbatch in rank]
-    counts = [valid_labels(microbatch, draw.in_front) for microbatch in microbatches]
+    counts = [valid_labels(microbatch, first) for microbatch in microbatches]
     loss = 0.0
     for microbatch, count in zip(microbatches, counts, strict=True):
         if count:
-            part = _loss(draw, model, microbatch) * (count / sum(counts))
+            part = _loss(draw, model, microbatch, first) * (count / sum(counts))
             (part * scale).backward()
             loss += float(part.detach())
     return [loss] * len(call)
@@ -336,21 +352,24 @@ def _plain(model: nn.Module, microbatches: list[Batch], world: int) -> float:
     return total
 
 
-def _loss(draw: Draw, model: nn.Module, microbatch: Batch) -> Tensor:
+def _loss(draw: Draw, model: nn.Module, microbatch: Batch, first: bool) -> Tensor:
     if not draw.label_smoothing:
         found: Tensor = model(**microbatch).loss
         return found
     logits = model(**unlabelled(microbatch)).logits
     logits = logits.float() if logits.dtype != torch.float64 else logits
+    shift = int(not first)
     return nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1),
-        microbatch["labels"][:, 1:].flatten(),
+        logits[:, : logits.shape[1] - shift].flatten(0, 1),
+        microbatch["labels"][:, shift:].flatten(),
         label_smoothing=draw.label_smoothing,
     )
 
 
 @torch.no_grad()
-def _look(draw: Draw, model: Any, runs: Any, call: Call, record: Record) -> None:
+def _look(
+    draw: Draw, model: Any, runs: Any, call: Call, record: Record, first: bool
+) -> None:
     """Evaluation and generation between two steps."""
     model.eval()
     if "eval" in draw.between and draw.loop == "train_step":
@@ -363,9 +382,9 @@ def _look(draw: Draw, model: Any, runs: Any, call: Call, record: Record) -> None
             )
         else:
             microbatches = [microbatch for rank in call for microbatch in rank]
-            counts = [valid_labels(microbatch, draw.in_front) for microbatch in microbatches]
+            counts = [valid_labels(microbatch, first) for microbatch in microbatches]
             losses = [
-                _loss(draw, model, m) * n for m, n in zip(microbatches, counts, strict=True) if n
+                _loss(draw, model, m, first) * n for m, n in zip(microbatches, counts, strict=True) if n
             ]
             record.evaluation = float(torch.stack(losses).sum() / sum(counts))
     if "generate" in draw.between:
