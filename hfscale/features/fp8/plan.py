@@ -13,11 +13,22 @@ from ...plan.drafting.draft import Draft, Planned
 from ...plan.feature_plans import ProductsPlan, gathered_in_8_bits
 
 _MULTIPLE = 16  # tensor cores need both sizes of a weight to be multiples of this
+READ_BY_MIXERS = {
+    "falcon_mamba": ("x_proj", "dt_proj", "out_proj"),
+    "jamba": ("dt_proj",),
+    "mamba": ("x_proj", "dt_proj", "out_proj"),
+    **dict.fromkeys(
+        ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"), ("out_proj",)
+    ),
+}
+"""Family -> projections whose weights a state-space mixer reads without calling the projection: always (``dt_proj``),
+or in kernels that fuse a mixer's operators on GPUs.
+"""
 
 
 def plan_float8(draft: Draft) -> None:
     """Choose the linear projections of the layers that compute in fp8: those whose sizes are multiples of 16, except
-    experts, routers, and the projections in ``leave_out``.
+    experts, routers, projections that are not called, and those in ``leave_out``.
     """
     asked = draft.options.products
     if asked is None:
@@ -59,6 +70,8 @@ def _reason(draft: Draft, name: str, module: Any, leave_out: Any) -> str:
     """Return why a projection does not compute in fp8; empty if it does."""
     if any(_ends(name, end) for end in leave_out):
         return "leave_out"
+    if name.rpartition(".")[2] in READ_BY_MIXERS.get(draft.block_config.model_type, ()):
+        return "its mixer reads the weight itself"
     for mixture in draft.mixtures:
         if name.startswith(f"{mixture.name}."):
             return "experts use other matrix products"

@@ -1,22 +1,28 @@
 """fp8: in every layout the roundings of one process, entry by entry; test_torchao.py says that they are torchao's."""
 
+import importlib.util
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, MambaConfig
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
 import hfscale
 from hfscale import ConfigError, Float8Config, MemoryConfig, ParallelConfig, PlanError
 from hfscale.distributed.ops.overlap import multiply_by
 from hfscale.features.fp8.part import compute
+from hfscale.features.fp8.plan import READ_BY_MIXERS
 from hfscale.features.fp8.scaled_matmul import (
     FORWARD,
     Float8Groups,
@@ -118,6 +124,29 @@ def test_experts_and_routers_stay_as_they_are(pools: Pools, layout: str) -> None
     assert_layout_equal(
         mixture, ParallelConfig() if one else ParallelConfig(ep_size=2), None if one else pools(2)
     )
+
+
+def test_projections_that_a_mixer_does_not_call_stay_in_16_bits(pools: Pools) -> None:
+    config = MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=67, time_step_rank=16)
+    read = replace(
+        case(left=("x_proj", "dt_proj", "out_proj")),
+        config=config,
+        asked={"mixed_precision": "fp8"},
+    )
+    assert_layout_equal(read, ParallelConfig(dp_shard_size=2), pools(2))
+
+
+def test_every_projection_that_a_mixer_reads_is_known() -> None:
+    read = re.compile(r"(?:weight=|= |^ +)self\.(\w*proj)\.weight(?: @|,$)", re.MULTILINE)
+    found = dict[str, set[str]]()
+    for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        place = importlib.util.find_spec(
+            f"transformers.models.{model_type_to_module_name(family)}"
+        )
+        for file in Path(place.origin).parent.glob("modeling_*.py") if place else ():
+            found.setdefault(family, set()).update(read.findall(file.read_text()))
+    known = {family: {*names} for family, names in READ_BY_MIXERS.items() if family in found}
+    assert {family: names for family, names in found.items() if names} == known
 
 
 @pytest.mark.parametrize("memory", cases(["full", "mlp"], daily=["full"]))
