@@ -28,3 +28,18 @@ UNWRITABLE: dict[str, str] = {
 """Families whose checkpoints several ranks cannot write together, with the reason. One process can train and save
 them.
 """
+
+READ_BY_MIXERS = {
+    "falcon_mamba": ("x_proj", "dt_proj", "out_proj"),
+    "jamba": ("dt_proj",),
+    "mamba": ("x_proj", "dt_proj", "out_proj"),
+    **dict.fromkeys(
+        ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"), ("out_proj",)
+    ),
+}
+"""Family -> projections whose weights a state-space mixer reads without calling the projection: ``dt_proj`` always, and
+the others in kernels that fuse a mixer's operators on GPUs.
+"""
+
+NEVER_CALLED = ("dt_proj",)
+"""Projections of :data:`READ_BY_MIXERS` that are called on no device."""

@@ -367,9 +367,7 @@ def _loss(draw: Draw, model: nn.Module, microbatch: Batch, first: bool) -> Tenso
 
 
 @torch.no_grad()
-def _look(
-    draw: Draw, model: Any, runs: Any, call: Call, record: Record, first: bool
-) -> None:
+def _look(draw: Draw, model: Any, runs: Any, call: Call, record: Record, first: bool) -> None:
     """Evaluation and generation between two steps."""
     model.eval()
     if "eval" in draw.between and draw.loop == "train_step":
@@ -384,7 +382,9 @@ def _look(
             microbatches = [microbatch for rank in call for microbatch in rank]
             counts = [valid_labels(microbatch, first) for microbatch in microbatches]
             losses = [
-                _loss(draw, model, m, first) * n for m, n in zip(microbatches, counts, strict=True) if n
+                _loss(draw, model, m, first) * n
+                for m, n in zip(microbatches, counts, strict=True)
+                if n
             ]
             record.evaluation = float(torch.stack(losses).sum() / sum(counts))
     if "generate" in draw.between:

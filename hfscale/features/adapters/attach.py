@@ -45,6 +45,7 @@ from .storage import (
     stored_names,
 )
 from .token_rows import first_rows, wrap_local
+from .unread_projections import warn_of_unread
 from .whole_projections import shown_whole
 
 NOT_ADDED = "the adapter could not be added, and the model is as it was"
@@ -193,6 +194,8 @@ def attach_adapters(
         for weight in trained:
             weight.requires_grad_(True)
         raise
+    if mesh.is_first:
+        warn_of_unread(planned)
     if mesh.layout.total_size > 1:
         guard_methods(local, whole)
     _keep(made, shares, model, planned.local_names(mesh.pp_rank))

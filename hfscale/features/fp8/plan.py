@@ -7,23 +7,13 @@ projection differently from one process, the plan gets a problem, which is raise
 from typing import Any
 
 from ...errors import did_you_mean
+from ...models.family_limits import READ_BY_MIXERS
 from ...models.module_kinds import PROJECTIONS, weight_dims
 from ...models.names import wild_name
 from ...plan.drafting.draft import Draft, Planned
 from ...plan.feature_plans import ProductsPlan, gathered_in_8_bits
 
 _MULTIPLE = 16  # tensor cores need both sizes of a weight to be multiples of this
-READ_BY_MIXERS = {
-    "falcon_mamba": ("x_proj", "dt_proj", "out_proj"),
-    "jamba": ("dt_proj",),
-    "mamba": ("x_proj", "dt_proj", "out_proj"),
-    **dict.fromkeys(
-        ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"), ("out_proj",)
-    ),
-}
-"""Family -> projections whose weights a state-space mixer reads without calling the projection: always (``dt_proj``),
-or in kernels that fuse a mixer's operators on GPUs.
-"""
 
 
 def plan_float8(draft: Draft) -> None:

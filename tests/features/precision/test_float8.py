@@ -22,13 +22,13 @@ import hfscale
 from hfscale import ConfigError, Float8Config, MemoryConfig, ParallelConfig, PlanError
 from hfscale.distributed.ops.overlap import multiply_by
 from hfscale.features.fp8.part import compute
-from hfscale.features.fp8.plan import READ_BY_MIXERS
 from hfscale.features.fp8.scaled_matmul import (
     FORWARD,
     Float8Groups,
     Float8Products,
     on_tensor_cores,
 )
+from hfscale.models.family_limits import READ_BY_MIXERS
 from hfscale.testing import RankPool
 from hfscale.testing.parity import Batch, Case, assert_layout_equal
 from tests.float8_reference import convert, float8_in_32_bits
@@ -140,9 +140,7 @@ def test_every_projection_that_a_mixer_reads_is_known() -> None:
     read = re.compile(r"(?:weight=|= |^ +)self\.(\w*proj)\.weight(?: @|,$)", re.MULTILINE)
     found = dict[str, set[str]]()
     for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        place = importlib.util.find_spec(
-            f"transformers.models.{model_type_to_module_name(family)}"
-        )
+        place = importlib.util.find_spec(f"transformers.models.{model_type_to_module_name(family)}")
         for file in Path(place.origin).parent.glob("modeling_*.py") if place else ():
             found.setdefault(family, set()).update(read.findall(file.read_text()))
     known = {family: {*names} for family, names in READ_BY_MIXERS.items() if family in found}
