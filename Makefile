@@ -26,6 +26,7 @@ setup: $(VENV)/.ready
 
 # Without a GPU the CPU build is tried first: it is a tenth of the size.
 $(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'the versions of constraints.txt need Python 3.11 or later, got ' + sys.version.split()[0] + ': run make PYTHON=...')"
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing torch $(TORCH)"
 	@if command -v nvidia-smi >/dev/null 2>&1; then $(PIP) torch==$(TORCH); \
