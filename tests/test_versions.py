@@ -20,7 +20,9 @@ from hfscale.config import environment
 def test_what_is_accepted_begins_with_what_is_tested(name: str) -> None:
     """The oldest lane's versions are the lowest that pip installs beside hfscale."""
     root = Path(__file__).parents[1]
-    lane = dict(re.findall(r"(?m)^(\w+)==(\d+\.\d+)", (root / "constraints-oldest.txt").read_text()))
+    lane = dict(
+        re.findall(r"(?m)^(\w+)==(\d+\.\d+)", (root / "constraints-oldest.txt").read_text())
+    )
     floors = re.findall(rf'"{name}>=(\d+\.\d+)', (root / "pyproject.toml").read_text())
     assert floors == [lane[name]]
 
