@@ -1,10 +1,12 @@
 """Libraries outside of the tested range: a warning, or a refusal that says what they lack."""
 
 import multiprocessing
+import re
 import sys
 import warnings
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from torch.distributed.pipelining import _backward
@@ -12,6 +14,17 @@ from torch.distributed.pipelining import _backward
 import hfscale
 from hfscale._compat import versions
 from hfscale.config import environment
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers"])
+def test_what_is_accepted_begins_with_what_is_tested(name: str) -> None:
+    """The oldest lane's versions are the lowest that pip installs beside hfscale."""
+    root = Path(__file__).parents[1]
+    lane = dict(
+        re.findall(r"(?m)^(\w+)==(\d+\.\d+)", (root / "constraints-oldest.txt").read_text())
+    )
+    floors = re.findall(rf'"{name}>=(\d+\.\d+)', (root / "pyproject.toml").read_text())
+    assert floors == [lane[name]]
 
 
 @pytest.fixture

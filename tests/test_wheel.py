@@ -80,7 +80,7 @@ def test_the_wheel_has_all_files_and_says_what_it_needs(wheel: Path) -> None:
         for name in always
         if name.startswith(("datasets", "omegaconf", "matplotlib", "PyYAML"))
     ]
-    assert {"torch>=2.11", "transformers>=5.17"} <= always
+    assert {"torch>=2.13", "transformers>=5.17"} <= always
     tested = {name.strip() for name, _, condition in needed if 'extra == "tested"' in condition}
     assert {"torch<2.16", "transformers<5.25"} <= tested
     extra = {

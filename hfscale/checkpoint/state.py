@@ -134,7 +134,7 @@ def save_state(
     """Write the state that a run needs to continue, in this or any other layout; call it on every rank, between steps.
 
     If the process or the machine stops at any moment, a directory is either a complete state or recognizably
-    incomplete.
+    incomplete. Gradients are not saved: call it after the optimizer's step, not between calls that accumulate.
 
     Args:
         directory: the directory of this state. An earlier state in the same directory is replaced when the new one is

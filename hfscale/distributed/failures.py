@@ -40,6 +40,11 @@ SWITCH = "HFSCALE_FAILURES"
 _TRACEBACK = "HFSCALE_TRACEBACK"
 _GRACE = 0.3  # seconds in which another rank may turn out to have failed first
 _NO_MEMORY = "can't allocate memory"  # words in the error of torch's allocator of host memory
+_NO_PARAMETERS = "optimizer got an empty parameter list"  # torch's error
+_OF_NO_PARAMETERS = (
+    "the layers of this rank may train nothing while those of other ranks do: put the parameters into a group, "
+    'AdamW([{"params": [...]}], lr=...), which may be empty, or use hfscale.create_optimizer'
+)
 _BYE = b"\n"
 _KNOWN_TO_LAUNCHER = "its launcher knows how"
 _ENDING = 5.0  # seconds that a process may take to end once its connections are closed
@@ -168,6 +173,7 @@ class Reporter(threading.Thread):
         self._failing = not lost
         if not isinstance(error, KeyboardInterrupt):  # launchers send an interrupt to every rank
             words = str(error).strip().partition("\n")[0]
+            words += f" ({_OF_NO_PARAMETERS})" if words == _NO_PARAMETERS else ""
             text = (
                 f"failed: {type(error).__name__}: {words}, at {user_line_of(error.__traceback__)}"
             )
@@ -224,8 +230,10 @@ def tell_others(error: BaseException) -> bool | None:
 
 def explained(error: BaseException) -> str:
     """Return a text that tells what held the memory, if ``error`` is an out-of-memory error and an extension explains
-    such errors; otherwise ``""``.
+    such errors, or what to do on a rank whose layers train nothing; otherwise ``""``.
     """
+    if str(error) == _NO_PARAMETERS:
+        return f"hfscale: {_OF_NO_PARAMETERS}"
     if not (isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY in str(error)):
         return ""
     try:
@@ -235,9 +243,9 @@ def explained(error: BaseException) -> str:
         return f"the memory in use could not be listed ({another})"
 
 
-def explain_memory_errors() -> None:
-    """Install a hook for out-of-memory errors that end this process: after the traceback, it prints what held the
-    memory.
+def explain_errors() -> None:
+    """Install a hook for errors that end this process: it prints what :func:`explained` returns, after the
+    traceback.
     """
     # The explanation is made before other ranks receive the failure, because the launcher then ends this process.
     at_an_uncaught_error(explained, _print_behind)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..config.environment import started_processes
 from ..config.parallel import ParallelConfig
 from ..errors import MeshError
-from .failures import explain_memory_errors, share_failures
+from .failures import explain_errors, share_failures
 from .mesh import EXPERT_AXES, MESH_AXES, Mesh
 from .processes import (
     Pair,
@@ -58,7 +58,7 @@ def build_mesh(
         )
     device = own_device()
     if world == 1:
-        explain_memory_errors()
+        explain_errors()
         return Mesh(layout, device, dict.fromkeys((*MESH_AXES, "cp"), 0))
     stay_on_this_machine()
     if not dist.is_initialized():
@@ -70,7 +70,7 @@ def build_mesh(
     ranks["cp"] = ranks["dp_shard"] % layout.cp
     control = made.once("control", lambda: host_group([range(world)]))
     made.once("failures", lambda: share_failures(control))
-    explain_memory_errors()
+    explain_errors()
     mesh = Mesh(layout, device, ranks, device_mesh, control)
     for count in replicas:
         make = partial(_consecutive_ranks, device_mesh, device, count)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hfscale.distributed.failures import share_failures
+from hfscale.distributed.failures import explain_errors, share_failures  # noqa: F401 - for `how`
 
 
 def train(rank: int, store: str, run: dict[str, Any]) -> None:

@@ -37,6 +37,12 @@ DAILY = (
     FAILING[6],
 )
 OTHERS: dict[str, dict[str, Any]] = {
+    "nothing to train": {
+        "how": "explain_errors(); torch.optim.AdamW([])",
+        "collective": True,
+        "failing": 1,
+        "sleeps": 60.0,
+    },
     "all": {
         "how": "pass",
         "collective": False,
@@ -114,6 +120,12 @@ def test_ranks_that_end_well_end_nobody(runs: dict[str, Any]) -> None:
 
 def test_a_rank_that_asks_to_be_started_again_ends_nobody(runs: dict[str, Any]) -> None:
     assert runs["later"]["codes"] == [0, 75, 0]
+
+
+def test_a_rank_that_trains_nothing_says_what_to_write(runs: dict[str, Any]) -> None:
+    assert runs["nothing to train"]["codes"] == [75, 1, 75]
+    for text in runs["nothing to train"]["told"]:
+        assert 'AdamW([{"params": [...]}], lr=...), which may be empty' in text
 
 
 def test_a_stopped_rank_is_not_gone(runs: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """A stock-looking Accelerate loop gives the right numbers on every layout (traps T4, T5, T18, T19)."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -323,6 +324,48 @@ def test_state(pools: Pools, layout: dict[str, int], tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path / "model")
     world = ParallelConfig(**layout).total_size
     pools(world).run(stop_and_go, str(tmp_path / "model"), layout, str(tmp_path / "state"))
+
+
+def saves_within_steps(path: str, layout: dict[str, int], directory: str) -> dict[str, int]:
+    """How often a save warns: behind each batch of two in a step, of either way to accumulate."""
+    AcceleratorState._reset_state()
+    accelerator = hfscale.Accelerator(gradient_accumulation_steps=2)
+    model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    loader = DataLoader(Rows(8), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    batch = next(iter(loader))
+
+    def warned(where: str) -> int:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            accelerator.save_state(f"{directory}-{where}")
+        return sum("within an accumulation" in str(each.message) for each in found)
+
+    told = {"before": warned("before")}
+    for where in ("first", "second"):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            told[f"{where} before zero_grad"] = warned(where)
+            optimizer.zero_grad()
+        told[where] = warned(where)
+    with accelerator.no_sync(model):
+        accelerator.backward(model(**batch).loss)
+    told["not synchronized"] = warned("no_sync")
+    accelerator.backward(model(**batch).loss)
+    told["synchronized"] = warned("sync")
+    return told
+
+
+def test_a_save_within_an_accumulation_warns(pools: Pools, tmp_path: Path) -> None:
+    """On the first rank, and never between a step and its zero_grad."""
+    AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path / "model")
+    given = str(tmp_path / "model"), {"dp_shard_size": 2}, str(tmp_path / "state")
+    first, second = pools(2).run(saves_within_steps, *given)
+    warn = {"first before zero_grad", "first", "not synchronized"}
+    assert first == {where: int(where in warn) for where in first}
+    assert not any(second.values())
 
 
 def _named(path: str, layout: dict[str, int], project: str) -> tuple[list[str], list[Any]]:

@@ -202,6 +202,11 @@ def refuse_unfit_files(config: Any, directory: Path) -> None:
             f"{directory} must be an adapter of weights, got {type(config).__name__}, which adds virtual tokens or "
             "keys before the text: load it together with its base by PEFT instead"
         )
+    if replicated := getattr(config, "layer_replication", None):
+        raise ConfigError(
+            f"{directory} must be an adapter of its base's own layers, got layer_replication={replicated}, by which "
+            "the adapted model has other layers than the base's files: load it together with its base by PEFT instead"
+        )
     init = getattr(config, "init_lora_weights", True)
     if isinstance(init, str) and init.startswith(("pissa_niter", *_OTHER_DECOMPOSING)):
         raise ConfigError(

@@ -72,6 +72,7 @@ class Accelerator(accelerate.Accelerator):
 
     serves_hfscale = True
     _runtime: Runtime | None = None
+    _within_no_sync = _unfinished = False  # now, and in the latest backward pass
     _dealt_over_processes = False  # a loader was prepared before any model of hfscale
     flag_tensor: Tensor | None
     # Streams that are known to be finite.
@@ -334,6 +335,7 @@ class Accelerator(accelerate.Accelerator):
         if self._runtime is not None:
             self._runtime.executor.check_plain_call("accelerator.backward")
         super().backward(loss, **kwargs)
+        self._unfinished = self._within_no_sync
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -344,9 +346,11 @@ class Accelerator(accelerate.Accelerator):
             return
         stock = runtime_of(model).model
         set_gradient_sync(stock, False)
+        self._within_no_sync = True
         try:
             yield
         finally:
+            self._within_no_sync = False
             set_gradient_sync(stock, True)
 
     def clip_grad_norm_(
@@ -395,10 +399,18 @@ class Accelerator(accelerate.Accelerator):
     ) -> str:
         """Write the training state, for any layout (:func:`hfscale.save_state`), to ``output_dir``, or with
         ``automatic_checkpoint_naming=True`` to the project's next numbered directory. Then call the hooks of
-        :meth:`register_save_state_pre_hook`. Call it on every rank.
+        :meth:`register_save_state_pre_hook`. Call it on every rank, between steps: gradients are not saved, so it warns
+        within an accumulation of gradients.
         """
         if self._is_stock:
             return str(super().save_state(output_dir, safe_serialization, **more))
+        if (self._unfinished or not self.sync_gradients) and self.is_main_process:
+            warnings.warn(
+                "accelerator.save_state was called within an accumulation of gradients, and a state has no gradients: "
+                "a run that resumes from it would leave out this step's microbatches so far. Save where "
+                "accelerator.sync_gradients is True",
+                stacklevel=2,
+            )
         model, optimizer, others = self._prepared.of_one_run(self, self._orders)
         directory = directory_to_save(self, output_dir, runtime_of(model).mesh)
         save_state(model, directory, optimizer=optimizer, **others)

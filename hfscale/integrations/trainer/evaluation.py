@@ -29,7 +29,9 @@ from ...parallel.pipeline.microbatches import rows_of
 from ...train.runtime import Executor, Runtime
 from ...train.step import eval_step
 from .items_in_batch import evaluated_as_trained
+from .means_over_ranks import means_over_ranks
 from .trainer_batches import (
+    IGNORED,
     Batch,
     blank_batches,
     first_examples,
@@ -91,12 +93,13 @@ def unknown_step(
     loss_only: bool,
     stock: _Step,
 ) -> _Result:
-    """Run an evaluation step with a loss of unknown kind: either a mean over rows, or a sum divided by the number of
-    labels on all data ranks. Of this rank's ``known[0]`` rows, only the first ``known[1]`` count, since the others only
-    pad the batch.
+    """Run an evaluation step with a loss of unknown kind: a mean over rows, means over labels, or a sum divided by the
+    number of labels on all data ranks. Of this rank's ``known[0]`` rows, only the first ``known[1]`` count, since the
+    others only pad the batch.
     """
     accelerator = trainer.accelerator
-    with evaluated_as_trained(trainer) as divided:
+    counts = known is None or known[1] > 0
+    with means_over_ranks(trainer, counts) as averaged, evaluated_as_trained(trainer) as divided:
         repeated = 0 if known is None else known[0] - known[1]
         told = torch.tensor([repeated], device=accelerator.device)
         if known is None or not accelerator.gather(told).any():
@@ -106,10 +109,15 @@ def unknown_step(
             predicted = stock(dict(inputs), False)
         first = first_rows(inputs, known[0], max(known[1], 1))
         if not known[1]:
-            first = unlabelled(first)
+            # segmentation ignores other labels than all other losses
+            config = trainer.runtime.model.config
+            first = unlabelled(
+                first, ignored=getattr(config, "semantic_loss_ignore_index", IGNORED)
+            )
         loss = stock(first, True)[0]
     if loss is not None:
-        share = 1 if divided and divided[-1] else known[1]
+        over_ranks = (divided and divided[-1]) or (averaged and bool(averaged[-1]))
+        share = 1 if over_ranks else known[1]
         weighted = loss.double() * share if share else torch.zeros_like(loss).double()
         sums = torch.stack((weighted, torch.full_like(weighted, share)))
         total, shares = accelerator.reduce(sums.to(accelerator.device), "sum")

@@ -45,6 +45,7 @@ from .files import Checkpoints, resumed_from
 from .fused_head import step_of_scores
 from .generations import agree_anew, batches_gathered, count_generations, log_difference
 from .items_in_batch import scaled_if_divided
+from .means_over_ranks import means_over_ranks
 from .plain_modules import become_stock, is_of_stock
 from .reference_adapter import ReferenceAdapter
 from .refusals import (
@@ -320,7 +321,7 @@ class TrainerMixin(Checkpoints, DataHooks):
         if not self.uses_train_step and not staged:
             if self.accelerator.num_processes == 1:
                 return super().training_step(model, inputs, num_items_in_batch)
-            with scaled_if_divided(self.args, num_items_in_batch) as items:
+            with scaled_if_divided(self.args, num_items_in_batch) as items, means_over_ranks(self):
                 return super().training_step(model, inputs, items)
         model.train()
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers

@@ -29,7 +29,7 @@ from ..accelerator.loaders import KEPT, InOneOrder
 Batch = Mapping[str, Any]
 
 _LABELS = ("labels", "shift_labels")
-_IGNORED = -100
+IGNORED = -100
 
 
 @dataclass
@@ -226,11 +226,11 @@ def _by_rows(
     }
 
 
-def unlabelled(batch: Batch, since: int = 0, dim: int = 0) -> Batch:
-    """Return ``batch`` with ignored labels: of all rows, or from index ``since`` on along ``dim``."""
+def unlabelled(batch: Batch, since: int = 0, dim: int = 0, ignored: int = IGNORED) -> Batch:
+    """Return ``batch`` with labels of ``ignored``: of all rows, or from index ``since`` on along ``dim``."""
     masked = dict(batch)
     for name in _LABELS:
         if isinstance(batch.get(name), Tensor):
             masked[name] = batch[name].clone()
-            masked[name][(slice(None),) * dim + (slice(since, None),)] = _IGNORED
+            masked[name][(slice(None),) * dim + (slice(since, None),)] = ignored
     return masked

@@ -270,7 +270,12 @@ def test_what_no_file_tells_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     AutoModelForCausalLM.from_config(tiny("llama")).save_pretrained(tmp_path / "base")
     prompt = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     drawn = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa_niter_2")
-    for config, words in ((prompt, "must be an adapter of weights"), (drawn, "pissa_niter_2")):
+    replicas = LoraConfig(r=2, target_modules=["q_proj"], layer_replication=[(0, 2), (1, 2)])
+    for config, words in (
+        (prompt, "must be an adapter of weights"),
+        (drawn, "pissa_niter_2"),
+        (replicas, "layer_replication=[[0, 2], [1, 2]]"),
+    ):
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
         get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
         assert main(["merge", *places(tmp_path)]) == 2

@@ -1,5 +1,5 @@
 """Classes that take their loss themselves: Trainer adds up the means of accumulated batches, however many labels each
-of them has.
+of them has; but of one batch, data ranks count each label alike.
 """
 
 from collections.abc import Callable
@@ -75,3 +75,117 @@ def test_logs_equal_one_process(pools: Pools, tmp_path: Path, family: str) -> No
         for found in pools(2).run(logged, str(tmp_path / "model"), str(tmp_path), family, layout):
             for ours, theirs in zip(found, stock, strict=True):
                 assert ours == pytest.approx(theirs, rel=1e-6), layout
+
+
+def answers(index: int, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of a question; some begin or end outside of the row, and are ignored."""
+    places = {"start_positions": index * 7 % 19, "end_positions": index * 5 % 23}
+    return {"input_ids": ids, **{name: torch.tensor(place) for name, place in places.items()}}
+
+
+def few_labels(index: int, ids: torch.Tensor, ignored: int = -100) -> torch.Tensor:
+    return ids.masked_fill(torch.arange(len(ids)) > index * 5 % 12, ignored)
+
+
+def choices(index: int, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.stack([ids, ids.flip(0)]), "labels": sometimes(index)}
+
+
+def sometimes(index: int) -> torch.Tensor:
+    return torch.tensor(index % 2 if index % 3 else -100)
+
+
+def two_heads(index: int, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    labels = {"labels": few_labels(index, ids), "next_sentence_label": sometimes(index)}
+    return {"input_ids": ids, **labels}
+
+
+def speech(index: int, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"input_features": drawn(index, 80, 20), "labels": few_labels(index, ids)}
+
+
+def pixels(index: int, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    picture = drawn(index, 3, 32, 32)
+    labels = few_labels(index, (picture[0] > 0).long().flatten()[: 12 * 85], 255)
+    return {"pixel_values": picture, "labels": torch.nn.functional.pad(labels, (0, 4)).view(32, 32)}
+
+
+def drawn(index: int, *size: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(index)
+    return torch.randn(size, generator=generator, dtype=torch.float64)
+
+
+class Made(Dataset):
+    """Rows that a function makes."""
+
+    def __init__(self, rows: int, make: Any) -> None:
+        self.rows = rows
+        self.make = make
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(3, 60, (12,), generator=torch.Generator().manual_seed(index))
+        return self.make(index, ids)
+
+
+def small(family: str) -> Any:
+    """A config of a family; its model has no dropout."""
+    if family == "segformer":
+        sizes: dict[str, Any] = {
+            "hidden_sizes": [16, 32], "depths": [1, 1], "sr_ratios": [2, 1], "patch_sizes": [3, 3], "strides": [2, 2],
+            "num_attention_heads": [2, 2], "mlp_ratios": [2, 2], "num_encoder_blocks": 2, "decoder_hidden_size": 16,
+        }  # fmt: skip
+        return transformers.SegformerConfig(**sizes, num_labels=2)
+    more = {"max_source_positions": 10} if family == "whisper" else {"num_labels": 2}
+    config = AutoConfig.for_model(family, **more)
+    return tiny_clone(config, layers=2, decoder_start_token_id=0, pad_token_id=0)
+
+
+ONLY_KNOWN_TO_THE_MODEL = {
+    "answers": (transformers.AutoModelForQuestionAnswering, "bert", answers),
+    "answers of a decoder": (transformers.AutoModelForQuestionAnswering, "llama", answers),
+    "choices": (transformers.AutoModelForMultipleChoice, "bert", choices),
+    "two heads": (transformers.AutoModelForPreTraining, "bert", two_heads),
+    "speech": (transformers.AutoModelForSpeechSeq2Seq, "whisper", speech),
+    "pixels": (transformers.AutoModelForSemanticSegmentation, "segformer", pixels),
+}
+
+
+def trained(path: str, out: str, case: str, layout: Layout | None) -> list[dict[str, float]]:
+    auto_class, family, make = ONLY_KNOWN_TO_THE_MODEL[case]
+    parallel = None if layout is None else ParallelConfig(**layout)
+    load: Any = auto_class if parallel is None else hfscale
+    more = {} if parallel is None else {"parallel": parallel, "auto_class": auto_class}
+    model = load.from_pretrained(path, dtype=torch.float64, **more)
+    given = {"gradient_accumulation_steps": 2, "logging_steps": 1, "num_train_epochs": 1}
+    args = arguments(out, 4 // (1 if parallel is None else parallel.batch_world), **given)
+    kind = transformers.Trainer if parallel is None else hfscale.Trainer
+    # The statistics of pixels' batch norm are those of a rank: they are evaluated alone.
+    data = {"train_dataset": Made(24, make), "eval_dataset": Made(5, make)}
+    trainer = kind(model, args, **data)
+    if family != "segformer":
+        trainer.train()
+    trainer.evaluate()
+    return [{name: row[name] for name in SAID if name in row} for row in trainer.state.log_history]
+
+
+@pytest.mark.daily("answers")
+@pytest.mark.parametrize("case", ONLY_KNOWN_TO_THE_MODEL)
+def test_losses_that_only_the_model_knows_count_each_label_alike(
+    pools: Pools, tmp_path: Path, case: str
+) -> None:
+    """Also where a rank's last row only pads its batch."""
+    auto_class, family, _ = ONLY_KNOWN_TO_THE_MODEL[case]
+    torch.manual_seed(0)
+    auto_class.from_config(small(family)).save_pretrained(tmp_path / "model")
+    stock = trained(str(tmp_path / "model"), str(tmp_path), case, None)
+    assert len(stock) == (1 if family == "segformer" else 5)
+    for layout in ({"dp_shard_size": 2}, {"dp_replicate_size": 2}):
+        for found in pools(2).run(trained, str(tmp_path / "model"), str(tmp_path), case, layout):
+            for ours, theirs in zip(found, stock, strict=True):
+                # Trainer adds up its losses in float32.
+                assert ours == pytest.approx(theirs, rel=1e-6), layout
+                if "grad_norm" in theirs:
+                    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-10)
