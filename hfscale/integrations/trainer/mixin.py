@@ -404,7 +404,8 @@ class TrainerMixin(Checkpoints, DataHooks):
         if self._scores_tokens and "labels" in inputs:
             return evaluation.scored_step(self, inputs, loss_only, step)
         if self.knows_loss:
-            return evaluation.prediction_step(self, model, inputs, loss_only, step)
+            ignored = evaluation.ignored_outputs(self, ignore_keys)
+            return evaluation.prediction_step(self, model, inputs, loss_only, ignored, step)
         known = self.accelerator.examples_of(inputs)
         mapped = isinstance(inputs, Mapping)
         if is_trl(type(self)):
