@@ -141,7 +141,7 @@ class TrainerMixin(Checkpoints, DataHooks):
             check_optimizers([self.optimizer], [self.runtime])
         agree_anew(self)
         self._seams.follow_casts()
-        self._streams = TrainerRandomStreams(self.runtime)
+        self._streams = TrainerRandomStreams(self)
         self._streams.follow(self.callback_handler)
         self.check_loss()
 
@@ -192,6 +192,7 @@ class TrainerMixin(Checkpoints, DataHooks):
             self.create_accelerator_and_postprocess()
             return made
         model = self._parallelized(made, self.args)
+        self._while_made.close()  # it holds the model of an earlier run
         # Trainer sets this only on its first model.
         model.config.use_cache = getattr(self.args, "use_cache", False)
         self._while_made.enter_context(trainer.taken_for_adapted(runtime_of(model).model))
@@ -244,9 +245,9 @@ class TrainerMixin(Checkpoints, DataHooks):
         output = self.args.output_dir
         aside = self.states_aside
         newest = partial(aside.newest, self) if aside is not None else None
-        resume_from_checkpoint = resumed_from(
-            resume_from_checkpoint, Path(output), self.runtime.mesh, newest
-        )
+        # Between the trials of a search for hyperparameters, there is no model.
+        mesh = self.accelerator.mesh if self.model is None else self.runtime.mesh
+        resume_from_checkpoint = resumed_from(resume_from_checkpoint, Path(output), mesh, newest)
         # an earlier run may have ended within a step
         self._waiting = []
         self._carried = 0.0
