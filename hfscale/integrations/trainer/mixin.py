@@ -41,6 +41,7 @@ from ...train.runtime.handover import check_optimizers
 from ...train.step import logged_metrics, train_step
 from ...train.teacher import Teacher
 from . import evaluation
+from .agreed_control import AgreedControl
 from .files import Checkpoints, resumed_from
 from .fused_head import step_of_scores
 from .generations import agree_anew, batches_gathered, count_generations, log_difference
@@ -143,6 +144,8 @@ class TrainerMixin(Checkpoints, DataHooks):
         self._seams.follow_casts()
         self._streams = TrainerRandomStreams(self)
         self._streams.follow(self.callback_handler)
+        self._agreed = AgreedControl(self)
+        self._agreed.follow(self.callback_handler)
         self.check_loss()
 
     def check_loss(self) -> None:
@@ -269,6 +272,12 @@ class TrainerMixin(Checkpoints, DataHooks):
         """
         super().read_best_weights(checkpoint)
         self.forget_engine()
+
+    def around_reports(self) -> AbstractContextManager[None]:
+        """Return a context for a step's logs, evaluation and save: all ranks do what callbacks request on any of
+        them.
+        """
+        return self._agreed.while_reported()
 
     def log(
         self,
