@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from accelerate.utils import convert_to_fp32
+from accelerate.utils import convert_to_fp32, send_to_device
 from torch import Tensor, nn
 
 from ..._compat.replaced import attribute_replaced
@@ -182,11 +182,20 @@ def _by_steps(
         convert_to_fp32(_joined(outputs, batches, name))[: rows_of(inputs)] for name in named
     )
     predicted = of_names[0] if len(of_names) == 1 else of_names
-    if not labelled:
-        return None, predicted, None
     # In a packed row, repeated examples have no labels.
-    labels = (counted if trainer.runtime.loss.ignores else inputs)["labels"]
-    return loss.float(), predicted, labels.to(loss.device)
+    given_labels = _labels(trainer, counted if trainer.runtime.loss.ignores else inputs)
+    if not labelled or given_labels is None:
+        return None, predicted, None
+    return loss.float(), predicted, given_labels
+
+
+def _labels(trainer: Any, batch: Batch) -> Any:
+    """Return what ``label_names`` names, as Trainer does: a tuple if these are several, ``None`` if one is missing."""
+    values = [batch.get(name) for name in trainer.label_names]
+    if not values or any(value is None for value in values):
+        return None
+    labels = send_to_device(tuple(values), trainer.runtime.mesh.device)
+    return labels[0] if len(labels) == 1 else labels
 
 
 def _step_of(

@@ -148,6 +148,36 @@ def test_rows_without_labels_are_all_predicted_after_a_stream(
         assert found == [11, 8, 11]
 
 
+def label_ids(path: str, out: str, layout: Layout | None) -> Any:
+    """Of an evaluation whose metrics look at attention masks, too."""
+    load: dict[str, Any] = {"dtype": torch.float64}
+    if layout is None:
+        model = AutoModelForCausalLM.from_pretrained(path, **load)
+    else:
+        model = hfscale.from_pretrained(path, parallel=ParallelConfig(**layout), **load)
+    args = TrainingArguments(
+        out,
+        per_device_eval_batch_size=4,
+        label_names=["labels", "attention_mask"],
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    kind: Any = transformers.Trainer if layout is None else hfscale.Trainer
+    return kind(model, args, collate).predict(Rows(7, 3)).label_ids
+
+
+def test_labels_of_several_names_reach_metrics_through_stages(
+    pools: Pools, paths: dict[str, str], tmp_path: Path
+) -> None:
+    given = (paths["AutoModelForCausalLM"], str(tmp_path))
+    expected = label_ids(*given, None)
+    for found in pools(2).run(label_ids, *given, PP2):
+        assert len(found) == len(expected) == 2
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
 def told(path: str, out: str) -> str:
     try:
         changes = {"output_hidden_states": True}
