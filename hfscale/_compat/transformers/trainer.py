@@ -34,9 +34,10 @@ class TrainerHooks(_Mixin):
     ``put_back_random_states()``, which restores the RNG states that were read last. For weights, it defines
     ``read_weights(checkpoint)`` to resume, and ``read_best_weights(checkpoint)``.
 
-    It also defines three methods that return context managers. ``written_aside(target)`` yields a directory to which
+    It also defines four methods that return context managers. ``written_aside(target)`` yields a directory to which
     Trainer writes instead of ``target``. ``kept_in_memory()`` is the same for a step that is saved to memory; for other
-    steps, it returns ``None``. ``around_inputs()`` is entered while a batch is prepared.
+    steps, it returns ``None``. ``around_inputs()`` is entered while a batch is prepared, and ``around_reports()``
+    while a step is logged, evaluated and saved.
     """
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -87,7 +88,8 @@ class TrainerHooks(_Mixin):
         *rest: Any,
         **more: Any,
     ) -> None:
-        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *rest, **more)
+        with self.around_reports():
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *rest, **more)
         if (kept := self.kept_in_memory()) is not None:  # after the step's other callbacks
             self._write_aside(kept, model, trial)
 

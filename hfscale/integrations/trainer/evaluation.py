@@ -8,12 +8,12 @@ rank of each distinct batch holds the full model during an evaluation, and gener
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from accelerate.utils import convert_to_fp32
+from accelerate.utils import convert_to_fp32, send_to_device
 from torch import Tensor, nn
 
 from ..._compat.replaced import attribute_replaced
@@ -126,22 +126,28 @@ def unknown_step(
 
 
 def prediction_step(
-    trainer: Any, model: nn.Module, inputs: Batch, loss_only: bool, stock: _Step
+    trainer: Any,
+    model: nn.Module,
+    inputs: Batch,
+    loss_only: bool,
+    ignored: Collection[str],
+    stock: _Step,
 ) -> _Result:
-    """Return the loss over the batches of all data ranks, and the logits and labels of this rank's batch; ``stock`` is
-    Trainer's own step.
+    """Return the loss over the batches of all data ranks, and the outputs and labels of this rank's batch; ``stock`` is
+    Trainer's own step, which omits the outputs named in ``ignored``.
     """
     smoothing = trainer.args.label_smoothing_factor
     stages = trainer.runtime.plan.stages is not None
+    # Also without labels: gathered predictions leave out the rows that pad this batch, not those of an earlier one.
+    known = trainer.accelerator.examples_of(inputs)
     if inputs.get("labels") is None and not stages:
         return stock(inputs, loss_only)
     loss_of = trainer.runtime.loss
-    known = trainer.accelerator.examples_of(inputs)
     counted = inputs if known is None else first_examples(inputs, known, drop=not loss_of.ignores)
     # The trainer's class computes its own loss.
     by_host = bool(smoothing) and trainer.runtime.plan.loss is None
     if stages or ((loss_only or smoothing) and not by_host):
-        return _by_steps(trainer, model, inputs, counted, loss_only)
+        return _by_steps(trainer, model, inputs, counted, loss_only, ignored)
     masked = loss_of.ignores or known is None
     loss, logits, labels = stock(counted if masked else inputs, loss_only)
     # Trainer assumes that the loss was divided by the labels of all data ranks, and multiplies it by the number of
@@ -151,50 +157,100 @@ def prediction_step(
     return loss, convert_to_fp32(logits), labels
 
 
+def ignored_outputs(trainer: Any, ignore_keys: list[str] | None) -> Collection[str]:
+    """Return the names of the model's outputs that predictions omit, besides the loss."""
+    if ignore_keys is not None:
+        return ignore_keys
+    usual: list[str] = getattr(trainer.runtime.model.config, "keys_to_ignore_at_inference", [])
+    return usual
+
+
 def _by_steps(
-    trainer: Any, model: nn.Module, inputs: Batch, counted: Batch, loss_only: bool
+    trainer: Any,
+    model: nn.Module,
+    inputs: Batch,
+    counted: Batch,
+    loss_only: bool,
+    ignored: Collection[str],
 ) -> _Result:
     """Run :func:`hfscale.eval_step`. ``counted`` is the batch ``inputs`` without its padding rows, which repeat other
-    rows, or with these rows' labels ignored.
+    rows, or with these rows' labels ignored. Outputs named in ``ignored`` are not returned.
+    """
+    labelled = inputs.get("labels") is not None
+    if loss_only and not labelled:
+        return None, None, None
+    batches, given, uncut = _step_of(trainer, counted if labelled else inputs, labelled)
+    with trainer.runtime.executor.uncut() if uncut else nullcontext():
+        if loss_only:
+            return eval_step(model, batches, **given).float(), None, None
+        _check_outputs(trainer.runtime, ignored)
+        loss, outputs = eval_step(model, batches, return_outputs=True, **given)
+    named = [name for name in outputs[0] if name not in ignored]
+    of_names = tuple(
+        convert_to_fp32(_joined(outputs, batches, name))[: rows_of(inputs)] for name in named
+    )
+    predicted = of_names[0] if len(of_names) == 1 else of_names
+    # In a packed row, repeated examples have no labels.
+    given_labels = _labels(trainer, counted if trainer.runtime.loss.ignores else inputs)
+    if not labelled or given_labels is None:
+        return None, predicted, None
+    return loss.float(), predicted, given_labels
+
+
+def _labels(trainer: Any, batch: Batch) -> Any:
+    """Return what ``label_names`` names, as Trainer does: a tuple if these are several, ``None`` if one is missing."""
+    values = [batch.get(name) for name in trainer.label_names]
+    if not values or any(value is None for value in values):
+        return None
+    labels = send_to_device(tuple(values), trainer.runtime.mesh.device)
+    return labels[0] if len(labels) == 1 else labels
+
+
+def _step_of(
+    trainer: Any, batch: Batch, labelled: bool
+) -> tuple[list[Batch], dict[str, Any], bool]:
+    """Return the batches of a step that evaluates ``batch``, arguments for :func:`hfscale.eval_step`, and whether the
+    schedule must not split the batches further.
     """
     loss_of = trainer.runtime.loss
-    rows = rows_of(inputs)
-    labelled = inputs.get("labels") is not None
-    staged = trainer.runtime.plan.stages is not None
-    most = trainer.args.per_device_eval_batch_size
-    full = counted
-    if staged:
-        most = _least_rows(trainer.runtime.executor, most)
-        full = with_rows(counted, most) if loss_of.ignores else counted
-    if not labelled:
-        full = {**full, "labels": torch.full_like(full["input_ids"], -100)}
-    items = float(labels_of_step(trainer, [full])) if loss_of.shift else None
-    given: dict[str, Any] = {
-        "label_smoothing": trainer.args.label_smoothing_factor,
-        "num_items_in_batch": items,
-    }
-    batches = [full]
     executor = trainer.runtime.executor
-    uncut = staged and not loss_of.ignores
-    if uncut:
-        batches = pieces(executor, [full], 1, most)[0]
-        given = {}
-    with executor.uncut() if uncut else nullcontext():
-        if loss_only:
-            return eval_step(model, batches, **given).float() if labelled else None, None, None
-        loss, outputs = eval_step(model, batches, return_outputs=True, **given)
-    of_batches = [
-        output.logits[: rows_of(batch)] for output, batch in zip(outputs, batches, strict=True)
+    if trainer.runtime.plan.stages is not None:
+        most = _least_rows(executor, trainer.args.per_device_eval_batch_size)
+        if labelled and not loss_of.ignores:
+            return pieces(executor, [batch], 1, most)[0], {}, True
+        batch = with_rows(batch, most)
+    if not labelled:  # then no class can compute its loss
+        return (
+            [batch],
+            {"loss_fn": lambda outputs, _: (0 * outputs.logits.double().sum(), 1.0)},
+            False,
+        )
+    given = {
+        "label_smoothing": trainer.args.label_smoothing_factor,
+        "num_items_in_batch": float(labels_of_step(trainer, [batch])) if loss_of.shift else None,
+    }
+    return [batch], given, False
+
+
+def _joined(outputs: Sequence[Any], batches: Sequence[Batch], name: str) -> Tensor:
+    """Return the output ``name`` of all ``batches``, without the padding in place of a batch without rows."""
+    rows = [output[name][: rows_of(batch)] for output, batch in zip(outputs, batches, strict=True)]
+    return torch.cat(rows)
+
+
+def _check_outputs(runtime: Runtime, ignored: Collection[str]) -> None:
+    """Raise :class:`ConfigError` if predictions would contain outputs of all layers."""
+    asked = [
+        name
+        for name in ("hidden_states", "attentions")
+        if name not in ignored and getattr(runtime.model.config, f"output_{name}", False)
     ]
-    logits = convert_to_fp32(torch.cat(of_batches))[:rows]
-    if not labelled:
-        return None, logits, None
-    # In a packed row, repeated examples have no labels.
-    return (
-        loss.float(),
-        logits,
-        (counted if loss_of.ignores else inputs)["labels"].to(logits.device),
-    )
+    if asked:
+        raise ConfigError(
+            f"{runtime.mesh.layout.describe()}: predictions would contain {' and '.join(asked)} of all layers "
+            f"(config.output_{asked[0]}=True), but an evaluation by stages, or with smoothed labels, returns only the "
+            f"model's last outputs: pass ignore_keys={asked}, or set config.output_{asked[0]}=False"
+        )
 
 
 def _least_rows(executor: Executor, rows: int) -> int:

@@ -41,6 +41,7 @@ from ...train.runtime.handover import check_optimizers
 from ...train.step import logged_metrics, train_step
 from ...train.teacher import Teacher
 from . import evaluation
+from .agreed_control import AgreedControl
 from .files import Checkpoints, resumed_from
 from .fused_head import step_of_scores
 from .generations import agree_anew, batches_gathered, count_generations, log_difference
@@ -142,8 +143,10 @@ class TrainerMixin(Checkpoints, DataHooks):
             check_optimizers([self.optimizer], [self.runtime])
         agree_anew(self)
         self._seams.follow_casts()
-        self._streams = TrainerRandomStreams(self.runtime)
+        self._streams = TrainerRandomStreams(self)
         self._streams.follow(self.callback_handler)
+        self._agreed = AgreedControl(self)
+        self._agreed.follow(self.callback_handler)
         self.check_loss()
 
     def check_loss(self) -> None:
@@ -193,6 +196,7 @@ class TrainerMixin(Checkpoints, DataHooks):
             self.create_accelerator_and_postprocess()
             return made
         model = self._parallelized(made, self.args)
+        self._while_made.close()  # it holds the model of an earlier run
         # Trainer sets this only on its first model.
         model.config.use_cache = getattr(self.args, "use_cache", False)
         self._while_made.enter_context(trainer.taken_for_adapted(runtime_of(model).model))
@@ -245,9 +249,9 @@ class TrainerMixin(Checkpoints, DataHooks):
         output = self.args.output_dir
         aside = self.states_aside
         newest = partial(aside.newest, self) if aside is not None else None
-        resume_from_checkpoint = resumed_from(
-            resume_from_checkpoint, Path(output), self.runtime.mesh, newest
-        )
+        # Between the trials of a search for hyperparameters, there is no model.
+        mesh = self.accelerator.mesh if self.model is None else self.runtime.mesh
+        resume_from_checkpoint = resumed_from(resume_from_checkpoint, Path(output), mesh, newest)
         # an earlier run may have ended within a step
         self._waiting = []
         self._carried = 0.0
@@ -269,6 +273,12 @@ class TrainerMixin(Checkpoints, DataHooks):
         """
         super().read_best_weights(checkpoint)
         self.forget_engine()
+
+    def around_reports(self) -> AbstractContextManager[None]:
+        """Return a context for a step's logs, evaluation and save: all ranks do what callbacks request on any of
+        them.
+        """
+        return self._agreed.while_reported()
 
     def log(
         self,
@@ -405,7 +415,8 @@ class TrainerMixin(Checkpoints, DataHooks):
         if self._scores_tokens and "labels" in inputs:
             return evaluation.scored_step(self, inputs, loss_only, step)
         if self.knows_loss:
-            return evaluation.prediction_step(self, model, inputs, loss_only, step)
+            ignored = evaluation.ignored_outputs(self, ignore_keys)
+            return evaluation.prediction_step(self, model, inputs, loss_only, ignored, step)
         known = self.accelerator.examples_of(inputs)
         mapped = isinstance(inputs, Mapping)
         if is_trl(type(self)):

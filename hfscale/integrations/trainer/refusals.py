@@ -81,6 +81,11 @@ def _check_arguments(arguments: Any) -> None:
         )
     if alone:
         return
+    if arguments.dataloader_num_workers and not getattr(arguments, "dataloader_in_order", True):
+        raise ConfigError(
+            "TrainingArguments(dataloader_in_order=False) yields batches as workers finish, so ranks with one batch "
+            "would get different ones, and no rank knows which batch is padded: leave it out"
+        )
     kwargs = (
         getattr(arguments, "activation_checkpointing_kwargs", None)
         or arguments.gradient_checkpointing_kwargs

@@ -40,15 +40,24 @@ class TrainerRandomStreams:
     Trainer have only the state of the save.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._mesh = runtime.mesh
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
         self._began: dict[str, Any] | None = None
         self._before: dict[str, Any] | None = (
             None  # RNG states at the beginning of the checkpoint's epoch
         )
         self._left_off: dict[str, Any] | None = None
         self._goes_on = False
+
+    @property
+    def _runtime(self) -> Runtime:
+        """Return the runtime of the trainer's model; with ``model_init``, each run has another model."""
+        runtime: Runtime = self._trainer.runtime
+        return runtime
+
+    @property
+    def _mesh(self) -> Mesh:
+        return self._runtime.mesh
 
     def write(self, directory: Path, rows: int) -> None:
         """Write the RNG states into a checkpoint, on its first rank, and the number of ``rows`` in a step."""

@@ -20,6 +20,7 @@ OWN = {
     "put_back_random_states",
     "check_loss",
     "around_inputs",
+    "around_reports",
     "_run_waiting",
     "run_microbatches",
     "arguments_of_data",
