@@ -76,7 +76,9 @@ def check_first(
 
 
 def check_assigned(holder: type, name: str, check: Callable[[Any, Any], None]) -> None:
-    """Call ``check(object, value)`` before ``value`` is assigned to the data descriptor ``holder.name`` of an object."""
+    """Call ``check(object, value)`` before ``object.name = value``, for objects of ``holder``, a class with a data
+    descriptor ``name``.
+    """
 
     def make(stock: Any) -> property:
         def assign(to: Any, value: Any) -> None:

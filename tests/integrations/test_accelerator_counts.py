@@ -1,4 +1,4 @@
-"""What ``hfscale.Accelerator`` tells of processes, models and skipped steps is that of distinct batches and full models."""
+"""What ``hfscale.Accelerator`` tells of processes, models and skipped steps is of distinct batches and whole models."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +48,9 @@ def _first_tokens(loader: Any) -> list[list[int]]:
 
 def _two_layouts(path: str) -> tuple[str, list[list[int]], int]:
     accelerator = _fresh()
-    accelerator.prepare(build(path, {"tp_size": 2}), DataLoader(Rows(8), batch_size=2, shuffle=True))
+    accelerator.prepare(
+        build(path, {"tp_size": 2}), DataLoader(Rows(8), batch_size=2, shuffle=True)
+    )
     other = build(path, {"dp_shard_size": 2})
     with pytest.raises(ConfigError) as caught:
         accelerator.prepare(other)
@@ -154,5 +156,6 @@ def test_a_schedule_pauses_where_a_step_is_skipped(
 ) -> None:
     """As beside Accelerate's own scaler: otherwise warm-up is over before the first step is taken."""
     for taken, epochs, skipped in pools(2).run(_scaled, start, layout):
-        assert any(skipped) and not all(skipped)
+        assert any(skipped)
+        assert not all(skipped)
         assert epochs == taken

@@ -19,8 +19,8 @@ optimizer class is, a trial runs before its first step: a copy of the optimizer 
 once sharded like a rank's matrices. DTensor computes with FSDP2's shards as if they were full; for them the copy steps
 two small DTensors, because some classes use operations that DTensor lacks.
 
-An assignment to ``parameter.data`` replaces the values of an ordinary parameter, but changes nothing in a DTensor, so for
-FSDP2's shards it raises an error.
+An assignment to ``parameter.data`` replaces the values of an ordinary parameter, but changes nothing in a DTensor, so
+for FSDP2's shards it raises an error.
 """
 
 import functools
@@ -223,8 +223,8 @@ def refuse_other_optimizers(runtime: Runtime) -> None:
 
 
 def _check_data(parameter: Any, value: Any) -> None:
-    """Raise :class:`ConfigError` if other values are assigned to the ``data`` of a model's FSDP2 shard: torch would keep
-    the shard's old values, without an error. Averaged weights are often put into a model in this way.
+    """Raise :class:`ConfigError` if other values are assigned to the ``data`` of a model's FSDP2 shard: torch would
+    keep the shard's old values, without an error. Averaged weights are often put into a model in this way.
     """
     part = getattr(parameter, _MARK, None)
     if part is None:
@@ -233,8 +233,8 @@ def _check_data(parameter: Any, value: Any) -> None:
     # Casts are assigned too; what FSDP2 does with another dtype is checked before a pass.
     if own.dtype == given.dtype and own.data_ptr() != given.data_ptr():
         raise ConfigError(
-            f"parameter.data = value does nothing to {part.planned.name}, which FSDP2 shards over {part.layout}, so the "
-            "model would keep its weights: copy the values, with torch.no_grad(): parameter.copy_(value)"
+            f"parameter.data = value does nothing to {part.planned.name}, which FSDP2 shards over {part.layout}, so "
+            "the model would keep its weights: copy the values, with torch.no_grad(): parameter.copy_(value)"
         )
 
 

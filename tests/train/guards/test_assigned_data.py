@@ -43,7 +43,13 @@ def _swapped(layout: dict[str, int]) -> tuple[str, list[float]]:
 
 @pytest.mark.parametrize(
     "layout",
-    [{"dp_shard_size": 2}, {"dp_replicate_size": 2}, {"cp_size": 2}, {"tp_size": 2}, {"pp_size": 2}],
+    [
+        {"dp_shard_size": 2},
+        {"dp_replicate_size": 2},
+        {"cp_size": 2},
+        {"tp_size": 2},
+        {"pp_size": 2},
+    ],
 )
 def test_weights_of_before(pools: Pools, layout: dict[str, int]) -> None:
     """Over FSDP2 the assignment left the trained weights where they were."""
