@@ -10,7 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from accelerate import PartialState
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, get_sampler
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 from torch.optim import Optimizer
@@ -18,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 
 from ..errors import CheckpointError, ConfigError
+from .replaced import attribute_replaced
 
 _BATCHES = "batches_of_a_step"
 
@@ -71,6 +74,39 @@ class BatchScheduler(AcceleratedScheduler):
                 last_epoch=epoch, _step_count=state["_step_count"] + epoch - state["last_epoch"]
             )
         super().load_state_dict(state)
+
+
+class ScaledOptimizer(AcceleratedOptimizer):
+    """Step an optimizer of models that may skip steps by themselves (``skips(optimizer)``), because gradients
+    overflowed in float16. Accelerate's own class knows only the steps that its own scaler skips.
+    """
+
+    _skips: Callable[[Any], bool]
+
+    @classmethod
+    def of(cls, prepared: Any, skips: Callable[[Any], bool]) -> Any:
+        """Return ``prepared``, an optimizer that Accelerate has prepared, after it has become one of this class."""
+        prepared.__class__ = cls
+        prepared._skips = skips
+        return prepared
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Return whether the last step changed no weights, so that a learning-rate schedule must not step."""
+        return self._skips(self.optimizer)
+
+
+def split_among(inputs: Any, count: int, index: int, pads: bool) -> Any:
+    """Return the part of ``inputs`` that Accelerate gives to process ``index`` of ``count``; with ``pads``, all parts
+    are equally long.
+    """
+    state = PartialState()
+    with (
+        attribute_replaced(state, "num_processes", count),
+        attribute_replaced(state, "process_index", index),
+        state.split_between_processes(inputs, apply_padding=pads) as part,
+    ):
+        return part
 
 
 def _follows_a_metric(scheduler: Any) -> bool:

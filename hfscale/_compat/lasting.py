@@ -30,6 +30,7 @@ LASTING = {
     "torch.compiler.config.recompile_limit": "64 graphs of one kind of layer instead of 8",
     "torch.amp.grad_scaler.GradScaler.step": "refuses gradients of which each rank holds another shard",
     "torch.amp.grad_scaler.GradScaler.unscale_": "refuses gradients of which each rank holds another shard",
+    "torch.distributed.tensor.DTensor.data": "refuses assignments, which change nothing",
     "torch.nn.utils.clip_grad_norm_": "refuses gradients of which each rank holds another shard",
     "torch.nn.utils.get_total_norm": "refuses tensors of which each rank holds another shard",
     _STEP: "follows replaced parameters; refuses optimizers that need more than a shard",
@@ -70,6 +71,21 @@ def check_first(
             return function(*check(*given.args, **given.kwargs), **given.kwargs)
 
         return checked
+
+    replace_for_good(holder, name, make)
+
+
+def check_assigned(holder: type, name: str, check: Callable[[Any, Any], None]) -> None:
+    """Call ``check(object, value)`` before ``object.name = value``, for objects of ``holder``, a class with a data
+    descriptor ``name``.
+    """
+
+    def make(stock: Any) -> property:
+        def assign(to: Any, value: Any) -> None:
+            check(to, value)
+            stock.__set__(to, value)
+
+        return property(stock.__get__, assign, stock.__delete__)
 
     replace_for_good(holder, name, make)
 

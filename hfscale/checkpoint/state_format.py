@@ -54,6 +54,9 @@ class StateIndex:
     optimizer: list[Any] | None = None
     # Name of another saved object -> whether the object's state was equal on all ranks.
     others: dict[str, bool] = field(default_factory=dict)
+    # Names of other saved objects whose states held different numbers on ranks with the same batch: shards, for example
+    # of averaged weights.
+    shards: list[str] = field(default_factory=list)
     # Name in a checkpoint or an adapter's file -> key in this index; the name is ``DIRECTORY/NAME`` for several
     # adapters.
     stored: dict[str, str] = field(default_factory=dict)

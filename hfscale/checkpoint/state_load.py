@@ -234,6 +234,12 @@ class _Found:
                 f"{self.directory} holds {names} besides the model and the optimizer, but no {name!r}: leave this "
                 "argument out, or save a state with it"
             )
+        if name in self.index.shards and not self.alike:
+            raise CheckpointError(
+                f"{self.directory} has a state of {name!r} on each rank, with numbers of that rank's shards, which do "
+                "not fit another layout: leave it out, and keep averages of weights as "
+                "optimizer.state[parameter]['ema'], which is read in any layout"
+            )
         then = self.index.batch_world
         now = self.mesh.batch_world
         if then != now and not self.index.others[name]:

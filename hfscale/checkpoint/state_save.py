@@ -53,6 +53,7 @@ class TakenState:
     digests: dict[str, str] = field(
         default_factory=dict
     )  # digests of other objects' states, by name
+    numeric: set[str] = field(default_factory=set)  # names of states with floating-point tensors
     rest: bytes = b""  # the bytes of this rank's ``.pt`` file: RNG states, other objects
     # This rank's names of the tensors of a checkpoint.
     entries: list[tuple[Any, ...]] = field(default_factory=list)
@@ -200,6 +201,7 @@ def take_state(
         {"random": random, "others": states, "options": taken.options, "parts": parts}
     )
     taken.digests = {name: _digest(state) for name, state in states.items()}
+    taken.numeric = {name for name, state in states.items() if _holds_numbers(state)}
     taken.entries = tensors_of_stage(runtime)
     if runtime.mesh.is_first:
         adapters = runtime.adapters
@@ -259,6 +261,14 @@ def _digest(state: Any) -> str:
 
     add(state)
     return digest.hexdigest()
+
+
+def _holds_numbers(state: Any) -> bool:
+    """Return whether a state contains a floating-point tensor, unlike those of schedules, loaders and clocks."""
+    if isinstance(state, Tensor):
+        return state.is_floating_point()
+    held = state.values() if isinstance(state, dict) else state
+    return isinstance(state, dict | list | tuple) and any(map(_holds_numbers, held))
 
 
 class SpreadFiles(Protocol):
@@ -331,6 +341,8 @@ def agreed_index(taken: TakenState) -> StateIndex:
     mesh = taken.mesh
     own_part = taken.index
     told: dict[str, Any] = {
+        "batch": mesh.batch_rank,
+        "numeric": taken.numeric,
         "digests": taken.digests,
         "entries": taken.entries,
         "stored": taken.stored,
@@ -350,6 +362,12 @@ def agreed_index(taken: TakenState) -> StateIndex:
     index.others = {
         name: all(each["digests"].get(name) == digest for each in every) for name, digest in digests
     }
+    of_batches = {each["batch"]: each["digests"] for each in every}
+    index.shards = sorted(
+        name
+        for name in set[str]().union(*(each["numeric"] for each in every))
+        if any(each["digests"].get(name) != of_batches[each["batch"]].get(name) for each in every)
+    )
     for each in every:
         _merge(index, each)
     # A rank may have optimizer state that the first rank of its stage lacks.

@@ -233,9 +233,11 @@ class _WithGradients(torch.autograd.Function):
         loss: Tensor,
         gradients: tuple[Tensor | None, ...],
         expected: float,
+        of_head: bool,
         *inputs: Tensor,
     ) -> Tensor:
         ctx.expected = expected
+        ctx.of_head = of_head
         ctx.save_for_backward(*gradients)
         return loss.clone()
 
@@ -243,7 +245,9 @@ class _WithGradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         factor = grads[0] if ctx.expected == 1 else grads[0] / ctx.expected
-        return None, None, None, *_times(ctx.saved_tensors, factor)
+        # The second half of a split backward pass runs through the rows' node again if a tied weight is read below it.
+        keeps = backward_keeps_graph() and not (_once and ctx.of_head)
+        return None, None, None, None, *_times(ctx.saved_tensors, factor, keeps)
 
 
 @torch.no_grad()
@@ -299,8 +303,8 @@ def _loss_and_gradients(
 
 @contextmanager
 def each_gradient_once() -> Iterator[None]:
-    """Declare that no loss has two backward passes inside the ``with`` block, so that the backward pass may overwrite
-    the saved gradients.
+    """Declare that no loss has two backward passes for its head inside the ``with`` block, so that the backward pass
+    may overwrite the saved gradients of the head.
     """
     _once.append(True)
     try:
@@ -309,12 +313,13 @@ def each_gradient_once() -> Iterator[None]:
         _once.pop()
 
 
-def _times(saved: Sequence[Tensor | None], factor: Tensor) -> list[Tensor | None]:
-    """Return ``saved * factor``, computed in place if no second backward pass will read the saved tensors."""
+def _times(saved: Sequence[Tensor | None], factor: Tensor, keeps: bool) -> list[Tensor | None]:
+    """Return ``saved * factor``, computed in place unless autograd ``keeps`` the saved tensors for a second backward
+    pass.
+    """
+    # Otherwise autograd frees the saved tensors right after this call, and the returned tensor becomes `.grad` without
+    # a copy.
     products: list[Tensor | None] = []
-    # Unless the graph is kept for a second backward pass through this node, autograd frees the saved tensors right
-    # after this call, and the returned tensor becomes `.grad` without a copy.
-    keeps = backward_keeps_graph() and not _once
     # reading a number from a GPU would wait for the GPU
     unchanged = not keeps and factor.device.type == "cpu" and bool(factor == 1)
     for tensor in saved:
@@ -401,9 +406,9 @@ def head_cross_entropy(
     if not trains:
         return loss
     # Two nodes, so that a backward pass for one of the two gradients leaves the other alone (a stage's split backward).
-    result = _WithGradients.apply(loss, (by_hidden,), expected, hidden)
+    result = _WithGradients.apply(loss, (by_hidden,), expected, False, hidden)
     if head.parameters:
         result = result + _WithGradients.apply(
-            torch.zeros_like(loss), by_head, expected, *head.parameters
+            torch.zeros_like(loss), by_head, expected, True, *head.parameters
         )
     return result  # type: ignore[no-any-return]

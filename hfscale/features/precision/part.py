@@ -1,6 +1,7 @@
 """Install mixed precision: autocast or casts of parameters, where FSDP2 does not cast, and loss scaling for float16."""
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..._compat.torch import (
     autocast_remembers,
@@ -182,6 +184,10 @@ class LossScaling(Part):
     loss is divided by this number, and the reduced gradients are multiplied by it, so that the gradients of activations
     are as large as in one process.
 
+    Several calls of ``train_step`` may add up to one step. After an overflow, the remaining calls of the step leave no
+    gradients either. Until the optimizer steps, a call belongs to the step of the call before if there are gradients to
+    which it adds, or, after an overflow, if the latest step without one had more calls.
+
     Attributes:
         scale: the current scale of the loss.
         growth: number of steps without overflow since the scale last changed.
@@ -195,6 +201,9 @@ class LossScaling(Part):
     skipped = 0
     overflowed = False
     _within = False
+    _calls = 0  # of the current step so far
+    _usual = 1  # calls of the latest step without an overflow
+    _stepped = False  # whether an optimizer has stepped since the last call
 
     def install(self, runtime: Runtime, weights: LocalWeights | None) -> None:
         """Install a hook that raises :class:`ConfigError` for training passes outside of ``train_step``, whose loss
@@ -202,6 +211,7 @@ class LossScaling(Part):
         """
         self.scale = runtime.options.scaling.init_scale
         runtime.model.register_forward_pre_hook(self._refuse_unscaled)
+        _note_steps(weakref.ref(self), runtime.model)
 
     def loss_factor(self, runtime: Runtime) -> float:
         """Return the factor by which loss scaling multiplies the loss: the scale, divided by the number of data ranks,
@@ -215,6 +225,7 @@ class LossScaling(Part):
         ranks.
         """
         parameters = [parameter for _, parameter in runtime.parameters() if parameter.requires_grad]
+        adds = any(parameter.grad is not None for parameter in parameters)
         with gradients_aside(parameters):
             self._expect(runtime, self.scale)
             try:
@@ -227,21 +238,43 @@ class LossScaling(Part):
                 if parameter.grad is not None
             ]
             here = unscale_and_check(gradients, runtime.mesh.data_world / self.scale)
-            self.overflowed = bool(runtime.mesh.largest(float(here))[0])
+            told = runtime.mesh.largest(float(here), float(adds), float(self._stepped))
+        overflows, adds, self._stepped = map(bool, told)
+        begins = self._begin_call(adds)
         how = runtime.options.scaling
-        if self.overflowed:
+        if overflows or self.overflowed:
             for parameter in parameters:
                 parameter.grad = None
             runtime.observer.drop()
+        if overflows and not self.overflowed:
+            self.overflowed = True
             self.scale = self.scale * how.backoff_factor
             self.growth = 0
             self.skipped = self.skipped + 1
+        if self.overflowed or not begins:
             return
         self.growth += 1
         if self.growth == how.growth_interval:
             grown = self.scale * how.growth_factor
             self.scale = grown if math.isfinite(grown) else self.scale
             self.growth = 0
+
+    def _begin_call(self, adds: bool) -> bool:
+        """Count a call, which ``adds`` to gradients of earlier calls, and return whether it begins another step."""
+        goes_on = adds or (self.overflowed and self._calls < self._usual)
+        begins = self._stepped or not goes_on
+        if begins:
+            if self._calls and not self.overflowed:
+                self._usual = self._calls
+            self._calls = 0
+            self.overflowed = False
+        self._calls += 1
+        self._stepped = False
+        return begins
+
+    def note_step(self) -> None:
+        """Note that an optimizer has stepped, so that the next call of ``train_step`` begins another step."""
+        self._stepped = True
 
     def _expect(self, runtime: Runtime, scale: float | None) -> None:
         """Set the gradient of the loss, equal to the loss scale, with which backward passes must begin in this step;
@@ -270,12 +303,15 @@ class LossScaling(Part):
             "growth": self.growth,
             "skipped": self.skipped,
             "overflowed": self.overflowed,
+            "usual": self._usual if self.overflowed else max(1, self._calls),
         }
 
     def put_state(self, runtime: Runtime, state: dict[str, Any]) -> None:
         """Restore the loss scale, the number of steps since it changed, and the number of skipped steps."""
         self.scale, self.growth = float(state["scale"]), int(state["growth"])
         self.skipped, self.overflowed = int(state["skipped"]), bool(state["overflowed"])
+        self._usual = int(state.get("usual", 1))
+        self._stepped = True  # states are saved between steps
 
     def _refuse_unscaled(self, model: nn.Module, _: Any) -> None:
         if model.training and torch.is_grad_enabled() and not self._within:
@@ -284,3 +320,19 @@ class LossScaling(Part):
                 "mixed_precision='fp16' needs it: use loss = hfscale.train_step(model, batch), or build the model "
                 "with mixed_precision='bf16' to use loss.backward()"
             )
+
+
+def _note_steps(part: "weakref.ref[LossScaling]", model: nn.Module) -> None:
+    """Tell ``part`` of every step of an optimizer of ``model``, as long as the model exists."""
+    known = weakref.ref(model)
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        scaling, trained = part(), known()
+        if scaling is None or trained is None:
+            return
+        own = set(map(id, trained.parameters()))
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            scaling.note_step()
+
+    handle = register_optimizer_step_post_hook(note)
+    weakref.finalize(model, handle.remove)

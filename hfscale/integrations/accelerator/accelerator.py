@@ -23,12 +23,14 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from ..._compat.accelerate import (
     BatchScheduler,
     Prepared,
+    ScaledOptimizer,
     count_last_batch,
     is_prepared,
     list_model,
     load_hooks,
     note,
     save_hooks,
+    split_among,
 )
 from ..._compat.torch_device import accelerators
 from ...checkpoint.save import save_pretrained
@@ -42,11 +44,19 @@ from ...parallel.data.shard import set_gradient_sync
 from ...train.gradient_norm import clip_grad_norm_
 from ...train.runtime import Runtime, find_runtime, runtime_of
 from ...train.runtime.handover import check_optimizers
+from ...train.step import metrics
 from .foreign_state import is_accelerates, load_accelerates
 from .gathering import gather_batches, gather_objects, holds_tensors_alone, reduce_batches
 from .loaders import CollateLast, OneOrder, dealt, is_stream, seed_workers_alike
 from .named_states import directory_to_load, directory_to_save
-from .whole_models import agree_on_weights, check_beside, is_plain, parameter_ids
+from .whole_models import (
+    agree_on_weights,
+    check_alike,
+    check_beside,
+    full_state,
+    is_plain,
+    parameter_ids,
+)
 
 _TOO_LATE = (
     "no model that hfscale parallelized has been prepared yet: pass the model to prepare() together with, or before, "
@@ -260,9 +270,19 @@ class Accelerator(accelerate.Accelerator):
             count_last_batch(loader)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Prepare an optimizer like Accelerate."""
+        """Prepare an optimizer like Accelerate. Its ``step_was_skipped``, by which schedules pause, includes steps that
+        hfscale skips because gradients overflowed in float16.
+        """
         made = super().prepare_optimizer(optimizer, device_placement)
-        return note(self._prepared.optimizers, made)
+        return note(self._prepared.optimizers, ScaledOptimizer.of(made, self._skips))
+
+    def _skips(self, optimizer: Any) -> bool:
+        return any(
+            metrics(model).get("step_was_skipped")
+            and not parameter_ids([optimizer]).isdisjoint(parameter_ids([model]))
+            for model in self._prepared.models
+            if not is_plain(model)
+        )
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a schedule like Accelerate: it steps :attr:`num_processes` times per optimizer step.
@@ -286,9 +306,20 @@ class Accelerator(accelerate.Accelerator):
         self._prepared.registered.extend(objects)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Drop references to all prepared objects, and release ``objects``."""
+        """Drop references to all prepared objects, and release ``objects``. A model that is prepared later may have
+        another layout.
+        """
         self._prepared.forget()
+        self._orders.clear()
+        self._runtime = None
         return super().free_memory(*objects)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Yield this rank's part of ``inputs`` like Accelerate; ranks that share a batch (tensor ranks, for example)
+        get the same part.
+        """
+        yield split_among(inputs, self.num_processes, self.process_index, apply_padding)
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate the ranks' tensors along the first dim, in batch order. Ranks that share a batch (tensor ranks,
@@ -382,6 +413,15 @@ class Accelerator(accelerate.Accelerator):
             "clip_grad_norm_ must get all trainable parameters of one prepared model, got only some of them, or "
             "other parameters: pass model.parameters(), because a model's gradients are clipped together"
         )
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """Return the full weights, on the CPU, under the names of ``model.state_dict()`` in one process; over ranks
+        only on the main process, like Accelerate over FSDP, and empty elsewhere. Call it on every rank.
+        """
+        runtime = find_runtime(model)
+        if runtime is None or runtime.is_alone:
+            return super().get_state_dict(model, unwrap)
+        return full_state(runtime)
 
     def save_model(
         self, model: nn.Module, save_directory: Any, max_shard_size: Any = "5GB", **more: Any
@@ -489,7 +529,9 @@ class Accelerator(accelerate.Accelerator):
             # The copied model raises hfscale's error; copying the accelerator's process groups would raise torch's
             # error.
             self.__dict__["__reduce_ex__"] = runtime.model.__reduce_ex__
-        if self._runtime is None:
+        if self._runtime is not None:
+            check_alike(runtime, self._runtime)
+        else:
             check_beside(filter(is_plain, self._prepared.models), runtime.mesh)
             if self._dealt_over_processes and not runtime.is_alone:
                 raise ConfigError(_TOO_LATE)

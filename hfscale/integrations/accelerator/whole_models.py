@@ -1,5 +1,5 @@
 """Handle models that every rank holds in full: reward models and references that are only evaluated, and modules that
-are no transformers models.
+are no transformers models. Gather the full weights of sharded models, and check that models get the same batches.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from ...distributed.mesh import Mesh
 from ...errors import ConfigError
 from ...train.guards.replicas import checksum
-from ...train.runtime import find_runtime
+from ...train.runtime import Runtime, find_runtime
+from ...train.runtime.full_tensors import full_tensors, tensors_to_save
 
 
 @torch.no_grad()
@@ -51,6 +52,44 @@ def check_beside(modules: Iterable[nn.Module], mesh: Mesh) -> None:
                 f"has its own batch, but the parallelized model has the layout {layout.describe()}: use dp_shard_size "
                 "or dp_replicate_size alone, or prepare this module with evaluation_mode=True if it does not train"
             )
+
+
+def check_alike(runtime: Runtime, first: Runtime) -> None:
+    """Raise :class:`ConfigError` on every rank if a model's ranks share batches in another way than those of ``first``,
+    the accelerator's first model, whose batches the loaders yield; collective for another layout.
+    """
+    layout, known = runtime.mesh.layout, first.mesh.layout
+    if layout == known:
+        return
+    own = (runtime.mesh.batch_rank, runtime.mesh.batch_world)
+    same = own == (first.mesh.batch_rank, first.mesh.batch_world)
+    if not all(runtime.mesh.all_gather_object(same)):
+        raise ConfigError(
+            "models of one accelerator must share batches between ranks in the same way, because its loaders yield "
+            f"batches for the first model's layout ({known.describe()}), got another model over {layout.describe()}: "
+            "use the same data axes, or call free_memory() before you prepare the other model"
+        )
+
+
+def full_state(runtime: Runtime) -> dict[str, torch.Tensor]:
+    """Return a model's full weights by their names in the stock model, on the first rank; empty elsewhere; collective.
+
+    Raises:
+        ConfigError: the model has adapters, or its weights are in 4 or 8 bits.
+    """
+    plan = runtime.plan
+    if plan.adapters or plan.quantized_weights:
+        raise ConfigError(
+            "get_state_dict cannot gather adapters or weights in 4 or 8 bits over "
+            f"{plan.layout.describe()}: call accelerator.save_model(model, directory), or iterate over "
+            "hfscale.stream_weights(model)"
+        )
+    gathered = full_tensors(runtime, tensors_to_save(runtime))
+    held = {entry.owned: full.cpu().clone() for entry, full in gathered}
+    if not runtime.mesh.is_first:
+        return {}
+    tied = {each.name: held[each.tied_to] for each in plan.parameters if each.tied_to is not None}
+    return held | tied
 
 
 def parameter_ids(holders: Iterable[Any]) -> set[int]:

@@ -46,6 +46,15 @@ class TrainerAccelerator(Accelerator):
             return False
         return bool(metrics(self._runtime.model).get("step_was_skipped", False))
 
+    def free_memory(self, *objects: Any) -> Any:
+        """Drop references like Accelerate, but remember the model, since a Trainer prepares loaders before it prepares
+        the same model again.
+        """
+        runtime = self._runtime
+        freed = super().free_memory(*objects)
+        self._runtime = runtime
+        return freed
+
     def adopt(self, model: nn.Module) -> None:
         """Use ``model`` from now on to count the batches of a step, instead of a model that was prepared earlier."""
         self._runtime = None

@@ -18,6 +18,9 @@ Prodigy): on shards, their updates would differ from those in one process, witho
 optimizer class is, a trial runs before its first step: a copy of the optimizer steps two small matrices, once full and
 once sharded like a rank's matrices. DTensor computes with FSDP2's shards as if they were full; for them the copy steps
 two small DTensors, because some classes use operations that DTensor lacks.
+
+An assignment to ``parameter.data`` replaces the values of an ordinary parameter, but changes nothing in a DTensor, so
+for FSDP2's shards it raises an error.
 """
 
 import functools
@@ -33,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..._compat.lasting import check_every_step, check_first
+from ..._compat.lasting import check_assigned, check_every_step, check_first
 from ..._compat.peft import functions_that_adapt
 from ..._compat.torch_device import fork_random_state
 from ..._compat.transformers.classes import class_name
@@ -44,6 +47,7 @@ from ...plan.feature_plans import offloaded
 from ...plan.quantized import flat_blocks_align
 from ..runtime import Runtime, find_runtime
 from ..runtime.handover import follow
+from ..runtime.shards import local_tensor
 
 _MARK = "_hfscale_parts"
 _TOLERANCE = 1e-3
@@ -213,8 +217,25 @@ def refuse_other_optimizers(runtime: Runtime) -> None:
         from .apart import watch_for_others
 
         watch_for_others(runtime)
+        check_assigned(DTensor, "data", _check_data)
     for planned, parameter in runtime.parameters():
         setattr(parameter, _MARK, _Held(runtime.mesh, layout.describe(), planned, on_host))
+
+
+def _check_data(parameter: Any, value: Any) -> None:
+    """Raise :class:`ConfigError` if other values are assigned to the ``data`` of a model's FSDP2 shard: torch would
+    keep the shard's old values, without an error. Averaged weights are often put into a model in this way.
+    """
+    part = getattr(parameter, _MARK, None)
+    if part is None:
+        return
+    own, given = (local_tensor(each.detach()) for each in (parameter, value))
+    # Casts are assigned too; what FSDP2 does with another dtype is checked before a pass.
+    if own.dtype == given.dtype and own.data_ptr() != given.data_ptr():
+        raise ConfigError(
+            f"parameter.data = value does nothing to {part.planned.name}, which FSDP2 shards over {part.layout}, so "
+            "the model would keep its weights: copy the values, with torch.no_grad(): parameter.copy_(value)"
+        )
 
 
 def leave_to_outer(optimizer: torch.optim.Optimizer) -> None:

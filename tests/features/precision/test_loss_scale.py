@@ -301,6 +301,51 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
         assert found[-1][0]["skipped_steps"] == 3
 
 
+def added(path: str, layout: dict[str, Any], to_none: bool) -> list[tuple[bool, dict[str, float]]]:
+    """After every step of two calls, whether weights were left as they were, and the metrics."""
+    model = hfscale.from_pretrained(
+        path,
+        parallel=ParallelConfig(**layout),
+        mixed_precision="fp16",
+        loss_scaling=GradScalerKwargs(init_scale=1024.0, growth_interval=2),
+        dtype=torch.float32,
+    )
+    optimizer = hfscale.create_optimizer(model.train(), "sgd", lr=0.1)
+    runtime = runtime_of(model)
+    # The first call of its step, the second, both, and the first after a state was loaded.
+    runtime.parts = (*runtime.parts, Poison({5, 8, 9, 10, 15}))
+    found = []
+    for number in range(8):
+        if number == 7:
+            hfscale.save_state(model, f"{path}/state", optimizer=optimizer)
+            hfscale.load_state(model, f"{path}/state", optimizer=optimizer)
+        before = [local_tensor(p.detach()).clone() for p in model.parameters()]
+        for step in batches(hfscale.batch_world(model))[:2]:
+            hfscale.train_step(model, step[hfscale.batch_rank(model)])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=to_none)
+        after = [local_tensor(p.detach()) for p in model.parameters()]
+        found.append((all(map(torch.equal, before, after)), hfscale.metrics(model)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "to_none"), [("tp2", True), ("zbv", True), ("shard2", False), ("one", False)]
+)
+def test_a_step_of_several_calls_is_skipped_as_a_whole(
+    pools: Pools, tmp_path: Path, layout: str, to_none: bool
+) -> None:
+    """As by a scaler, whose gradients stay infinite until the step: whichever call overflowed, and once for all."""
+    AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path)
+    skipped = [False, False, True, True, True, False, False, True]
+    scales = [1024.0, 2048.0, 1024.0, 512.0, 256.0, 256.0, 512.0, 256.0]
+    for found in run(pools, LAYOUTS[layout], added, str(tmp_path), LAYOUTS[layout], to_none):
+        assert [same for same, _ in found] == skipped
+        assert [bool(seen["step_was_skipped"]) for _, seen in found] == skipped
+        assert [seen["loss_scale"] for _, seen in found] == scales
+        assert found[-1][1]["skipped_steps"] == sum(skipped)
+
+
 def test_losses_that_nobody_scales_are_refused() -> None:
     model = hfscale.from_config(config(), mixed_precision="fp16", dtype=torch.float32)
     ids = torch.ones(1, 4, dtype=torch.int64)

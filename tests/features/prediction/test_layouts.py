@@ -76,6 +76,12 @@ def test_tied_head(layout: str, pools: Pools, tmp_path: Path) -> None:
     )
 
 
+def test_a_tied_head_in_a_split_backward_pass(pools: Pools, tmp_path: Path) -> None:
+    """Its second half runs through the layers again, since they read the embedding below the head."""
+    config = config_with(layers=4, tie_word_embeddings=True)
+    equal(PredictionCase(config, accumulation=4), LAYOUTS["zbv"], pools, tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", cases(["one", "sequence", "cp2"], daily=["cp2"]))
 def test_sliding_layers_and_other_names(layout: str, pools: Pools, tmp_path: Path) -> None:
