@@ -237,7 +237,7 @@ class _Found:
         if name in self.index.shards and not self.alike:
             raise CheckpointError(
                 f"{self.directory} has a state of {name!r} on each rank, with numbers of that rank's shards, which do "
-                "not fit another layout: leave it out, and keep averages of weights as "
+                "not fit another layout: leave it out, and keep averages of weights in a torch optimizer's state, as "
                 "optimizer.state[parameter]['ema'], which is read in any layout"
             )
         then = self.index.batch_world
