@@ -112,7 +112,8 @@ def page() -> str:
         )
     parts += [
         "",
-        f"`make test` runs on Python 3.11, and passed on 3.13; hfscale accepts {project['requires-python']}. TRL needs Python 3.11.",
+        f"`make test` runs on Python 3.11, and passed on 3.13; hfscale accepts {project['requires-python']}. "
+        "TRL needs Python 3.11.",
         "",
     ]
     return "\n".join(parts)

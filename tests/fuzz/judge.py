@@ -19,8 +19,8 @@ TIMEOUT = 60.0
 # Before any weight is read, or, of the second row, before any is changed.
 _EARLY = ("", "config", "plan", "build", "adapt", "optimizer")
 _OF_THE_BATCH = re.compile(
-    r"\brows?\b|microbatch|position_ids|attention_mask|input_ids|no valid|sequences of|one distinct batch|frozen on others"
-    r"|label_smoothing="  # an argument of the step itself
+    r"\brows?\b|microbatch|position_ids|attention_mask|input_ids|no valid|sequences of|one distinct batch"
+    r"|frozen on others|label_smoothing="  # an argument of the step itself
 )
 
 
