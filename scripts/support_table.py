@@ -35,7 +35,7 @@ TABLE = """
 | checkpoints | reads safetensors, `pytorch_model.bin`; load and resume in any layout; MTP layers train |
 | Accelerate | `hfscale.Accelerator`: prepare, accumulate, clip, gather for metrics, save and load state |
 | `transformers.Trainer`, TRL | in every layout; SFT, DPO, GRPO with vLLM, ...: [docs/trainer.md](docs/trainer.md) |
-| tested with | {versions}, Python 3.11/3.13, CPUs over gloo |
+| tested with | {versions}, Python 3.11/3.13, on CPUs |
 """
 
 
