@@ -1,6 +1,6 @@
 """Private hooks of ``transformers.Trainer``, under public names of hfscale.
 
-Read and run with transformers 5.17 and 5.23; ``tests/integrations/trainer/test_host.py`` compares signatures.
+Read and run with transformers 5.17 to 5.24; ``tests/integrations/trainer/test_host.py`` compares signatures.
 """
 
 from contextlib import AbstractContextManager, nullcontext
