@@ -34,6 +34,8 @@ class TrainerHooks(_Mixin):
     ``put_back_random_states()``, which restores the RNG states that were read last. For weights, it defines
     ``read_weights(checkpoint)`` to resume, and ``read_best_weights(checkpoint)``.
 
+    ``waiting_loss()`` runs the microbatches of a step in which an epoch has ended, and returns their loss.
+
     It also defines four methods that return context managers. ``written_aside(target)`` yields a directory to which
     Trainer writes instead of ``target``. ``kept_in_memory()`` is the same for a step that is saved to memory; for other
     steps, it returns ``None``. ``around_inputs()`` is entered while a batch is prepared, and ``around_reports()``
@@ -88,6 +90,7 @@ class TrainerHooks(_Mixin):
         *rest: Any,
         **more: Any,
     ) -> None:
+        tr_loss += self.waiting_loss()
         with self.around_reports():
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *rest, **more)
         if (kept := self.kept_in_memory()) is not None:  # after the step's other callbacks
