@@ -98,8 +98,14 @@ class _Means:
         label_smoothing: float = 0.0,
     ) -> Tensor:
         """Return the cross entropy like torch; but 0, not NaN, if it ignores all labels of this rank."""
-        given = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-        stock = partial(self._cross_entropy, input, target, weight, **given)
+        stock: Any = partial(
+            self._cross_entropy,
+            input,
+            target,
+            weight,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+        )
         outdated = size_average is not None or reduce is not None
         # Of a mean over soft labels, the number of labels is not the divisor.
         if outdated or reduction != "mean" or target.is_floating_point():
