@@ -31,7 +31,7 @@ def test_what_is_accepted_begins_with_what_is_tested(name: str) -> None:
 def newer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the installed transformers be newer than the tested range, and hfscale be imported anew."""
     asked = [
-        "torch>=2.11",
+        "torch>=2.13",
         "transformers>=5.17",
         'transformers<5.0; extra == "tested"',
         'absent<1; extra == "tested"',

@@ -1,4 +1,4 @@
-"""Torch's attention kernels that also return the log-sum-exp (``lse``). Read and run with torch 2.11 to 2.14.
+"""Torch's attention kernels that also return the log-sum-exp (``lse``). Read and run with torch 2.13 to 2.15.
 
 Shapes: queries ``[b, h, rows, d]``, keys and values ``[b, h, columns, d]``; ``lse`` ``[b, h, rows]``.
 """

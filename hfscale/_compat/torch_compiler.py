@@ -20,8 +20,6 @@ def repeating_backend(named: str | Callable[..., Any]) -> Callable[..., Any]:
     made = lookup_backend(named)
 
     def backend(graph: Any, inputs: Any, **options: Any) -> Any:
-        if not hasattr(partitioner, _OPTION):
-            return made(graph, inputs, **options)
         with partitioner.patch({_OPTION: False}):
             return made(graph, inputs, **options)
 

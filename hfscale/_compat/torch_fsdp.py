@@ -1,9 +1,8 @@
 """Private names of FSDP2.
 
-Checked with torch 2.13 to 2.15, where a module has several parameter groups; torch 2.11, where a module has one group,
-is supported too. FSDP2 reduces gradients in autograd hooks. These hooks fail if several microbatches are in flight at
-once, or if a split backward pass computes gradients of weights without calling them. Therefore reductions are triggered
-explicitly, like in torch's own pipelines.
+Checked with torch 2.13 to 2.15. FSDP2 reduces gradients in autograd hooks. These hooks fail if several microbatches are
+in flight at once, or if a split backward pass computes gradients of weights without calling them. Therefore reductions
+are triggered explicitly, like in torch's own pipelines.
 
 The gradients of a group are reduced in one buffer, so all trained parameters of a group need one dtype. But 16-bit
 models keep routers, decays or sinks in 32 bits, and adapters train in 32 bits over a 16-bit base. Parameters that are
@@ -21,10 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
-from ..errors import ConfigError
 from .torch_device import keep_for_stream
 
 MARKS = frozenset({"_is_fsdp_managed_module", "_fsdp_use_orig_params"})
@@ -45,8 +42,7 @@ def shard_by_type(
     **how: Any,
 ) -> None:
     """Apply ``fully_shard(module, **how)`` to all parameters except ``ignored`` ones, with one group per trained dtype,
-    and one for the parameters in ``uncast``, which keep their dtype in computing. Raise :class:`ConfigError` if this
-    torch has only one group per module, but the module needs several.
+    and one for the parameters in ``uncast``, which keep their dtype in computing.
     """
     others: _ByType = {}  # to be sharded apart: all but the most frequent trained dtype
     for parameter in module.parameters():
@@ -60,9 +56,6 @@ def shard_by_type(
                 key=lambda key: sum(parameter.numel() for parameter in others[key]),
             )
         ]
-    if others and not _has_several_groups():
-        _shard_modules_of_one_type(module, others, ignored, how)
-        others = {}
     apart = {parameter for parameters in others.values() for parameter in parameters}
     fully_shard(module, ignored_params=ignored | apart, **how)
     groups: Any = _state_of(module)._fsdp_param_groups if others else []
@@ -78,53 +71,13 @@ def shard_by_type(
         )  # fmt: skip
 
 
-def _has_several_groups() -> bool:
-    """Return whether this torch has several parameter groups per module."""
-    return hasattr(FSDPState(), "_fsdp_param_groups")
-
-
-def _shard_modules_of_one_type(
-    module: nn.Module,
-    others: _ByType,
-    ignored: set[nn.Parameter],
-    how: dict[str, Any],
-) -> None:
-    """Wrap each inner module whose parameters, ignored ones aside, are all in one entry of ``others``: the parameters
-    that need a group of their own, by dtype. This is for torch versions with one parameter group per module. Raise
-    :class:`ConfigError` if a parameter of ``others`` is in no such module.
-    """
-    left = {parameter: key for key, parameters in others.items() for parameter in parameters}
-    for name, inner in module.named_modules():
-        held = {parameter for parameter in inner.parameters() if parameter not in ignored}
-        types = {left.get(parameter) for parameter in held}
-        if name and len(types) == 1 and None not in types:
-            keeps = any(kind[1] for kind in types if kind is not None)
-            policy = replace(how["mp_policy"], param_dtype=None) if keeps else how["mp_policy"]
-            fully_shard(inner, ignored_params=ignored, **{**how, "mp_policy": policy})
-            left = {parameter: key for parameter, key in left.items() if parameter not in held}
-    if left:
-        name, parameter = next((name, p) for name, p in module.named_parameters() if p in left)
-        raise ConfigError(
-            f"{type(module).__name__} trains {name} in {parameter.dtype} next to parameters of another dtype, but FSDP "
-            f"in torch {torch.__version__} supports one dtype for each module: load the model with dtype=torch.float32 "
-            "and mixed_precision='bf16', or use torch 2.13"
-        )
-
-
-def _groups(state: Any) -> list[Any]:
-    several = getattr(state, "_fsdp_param_groups", None)
-    if several is not None:
-        return list(several)
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-
-
 def _sharded_groups(model: nn.Module, inner: bool = True) -> Iterator[tuple[str, Any]]:
     """Yield ``(module name, parameter group)`` for every FSDP2 parameter group of every wrapped module; without
     ``inner``, only for the groups of ``model`` itself.
     """
     for name, module in model.named_modules() if inner else [("", model)]:
         if isinstance(module, FSDPModule):
-            yield from ((name, group) for group in _groups(_state_of(module)))
+            yield from ((name, group) for group in _state_of(module)._fsdp_param_groups)
 
 
 def _managed(model: nn.Module, inner: bool = True) -> Iterator[Any]:
@@ -194,7 +147,7 @@ def gather_root(model: nn.Module) -> None:
     """
     root = _state_of(model)
     root._lazy_init()  # otherwise the first called layer would become the root
-    for group in _groups(root):
+    for group in root._fsdp_param_groups:
         group.unshard()
         group.wait_for_unshard()
 
@@ -202,7 +155,7 @@ def gather_root(model: nn.Module) -> None:
 def reduce_now(model: nn.Module) -> None:
     """Reduce-scatter the gradients that backward passes have accumulated, and end the step."""
     for state in _states(model):
-        for group in _groups(state):
+        for group in state._fsdp_param_groups:
             group.post_backward()
     root = _state_of(model)
     iteration = root._state_ctx
@@ -216,7 +169,7 @@ def reduce_now(model: nn.Module) -> None:
 def forget_iteration(model: nn.Module) -> None:
     """Drop the unreduced gradients of an interrupted step, which ``zero_grad`` does not reach, and the record of where
     the step's passes stopped. Reduced gradients stay in ``.grad``. FSDP2's own ``reset_iter_state`` does not do this:
-    before torch 2.15 it keeps unreduced gradients, since 2.15 it drops reduced gradients, and torch 2.13 lacks it.
+    before torch 2.15 it keeps unreduced gradients, since 2.15 it drops reduced gradients.
     """
     root: Any = model
     parameters = list(_managed(model))
@@ -226,8 +179,7 @@ def forget_iteration(model: nn.Module) -> None:
             held.unsharded_param.grad = None
         if held.unsharded_accumulated_grad is not None:
             held.unsharded_accumulated_grad = None
-    if hasattr(root, "reset_iter_state"):
-        root.reset_iter_state()
+    root.reset_iter_state()
     for held, gradient in zip(parameters, reduced, strict=True):
         held.sharded_param.grad = gradient
 
@@ -238,7 +190,7 @@ def agree_on_gradients(model: nn.Module, modules: set[nn.Module], agree: Agree) 
     by ``agree``) is reduced as zeros; a gradient that no rank has stays ``None``.
     """
     root, *inner = _states(model)
-    for group in _groups(root):
+    for group in root._fsdp_param_groups:
         held = [
             p
             for p in group.fsdp_params
@@ -258,7 +210,7 @@ def _reduce_alike(
     # If no tower ran on this rank and the embedding is frozen, the inputs of the first layers need no gradient. FSDP2
     # would then reduce these layers after the root, while ranks with a tower reduce them before the root.
     for state in reversed(inner):
-        for late in reversed(_groups(state)):
+        for late in reversed(state._fsdp_param_groups):
             if late._training_state != TrainingState.POST_BACKWARD:
                 late.post_backward()
     if held and group.reduce_grads and group.is_unsharded:

@@ -1,8 +1,8 @@
 """Create torch's gloo backends, and wait for gloo's threads; find the collectives that a process waits for, by torch's
 flight recorder.
 
-Read and run with torch 2.11 to 2.13. Since about torch 2.8 gloo's collectives are recorded, but not its sends and
-receives; NCCL's calls are recorded if ``TORCH_FR_BUFFER_SIZE`` is not 0.
+Read and run with torch 2.13 to 2.15. gloo's collectives are recorded, but not its sends and receives; NCCL's calls are
+recorded if ``TORCH_FR_BUFFER_SIZE`` is not 0.
 """
 
 import json
@@ -179,7 +179,7 @@ def own_store(prefix: str) -> Any:
     """Return a new connection, with ``prefix``, to the ``torch.distributed.Store`` by which the ranks met."""
     store: Any = _groups._get_default_store()
     # A new connection, because a blocking call would block all other users of the same connection.
-    return _groups.PrefixStore(prefix, store.clone() if hasattr(store, "clone") else store)
+    return _groups.PrefixStore(prefix, store.clone())
 
 
 def frames_of_main_thread() -> list[FrameType]:

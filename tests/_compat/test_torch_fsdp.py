@@ -37,23 +37,17 @@ def state_of(module: nn.Module) -> Any:
 
 
 def group_of(module: nn.Module) -> Any:
-    state = state_of(module)
-    several = getattr(state, "_fsdp_param_groups", None)
-    return state._fsdp_param_group if several is None else several[0]
+    return state_of(module)._fsdp_param_groups[0]
 
 
-@relies_on(
-    f"{STATE}:_fsdp_param_groups or {STATE}:_fsdp_param_group",
-    "torch.distributed.fsdp.fully_shard.state",
-)
+@relies_on(f"{STATE}:_fsdp_param_groups", "torch.distributed.fsdp.fully_shard.state")
 def test_a_wrapped_module_has_a_state_with_groups(model: Any) -> None:
-    """``fully_shard.state(module)`` has the groups of its parameters: a list, or one or none in older versions."""
+    """``fully_shard.state(module)`` has a list of the groups of its parameters."""
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     assert isinstance(state_of(model[0]), FSDPState)
     assert len(group_of(model[0]).fsdp_params) == 2
-    new = FSDPState()
-    assert hasattr(new, "_fsdp_param_groups") or hasattr(new, "_fsdp_param_group")
+    assert FSDPState()._fsdp_param_groups == []
 
 
 @relies_on(
@@ -67,8 +61,6 @@ def test_a_group_is_made_like_another(model: Any) -> None:
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    if not hasattr(state_of(model), "_fsdp_param_groups"):
-        pytest.skip("one group for a module, to which none is added")
     first = group_of(model[0])
     model[0].added = nn.Parameter(torch.ones(2))
     added = type(first)(

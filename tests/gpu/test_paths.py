@@ -1,6 +1,5 @@
 """Paths that only a GPU takes: its grouped products, LLM.int8, flash attention, states on it, and waits of the host."""
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -98,17 +97,14 @@ def varlen_flash(
     """Attend within documents by torch's own flash kernel, which needs no other package."""
     kernel = varlen.varlen_attn
     borders = given["cu_seq_lens_q"]
-    causal = "is_causal" in inspect.signature(kernel).parameters  # until torch 2.11; then a window
     groups = query.shape[1] // key.shape[1]
     q, k, v = (
         x.transpose(1, 2).flatten(0, 1)
         for x in (query, *(x.repeat_interleave(groups, 1) for x in (key, value)))
     )
     longest = int(given["max_length_q"])
-    window: dict[str, Any] = {"is_causal": True} if causal else {"window_size": (-1, 0)}
-    return kernel(q, k, v, borders, borders, longest, longest, **window).unflatten(
-        0, (len(query), -1)
-    ), None
+    attended = kernel(q, k, v, borders, borders, longest, longest, window_size=(-1, 0))
+    return attended.unflatten(0, (len(query), -1)), None
 
 
 @pytest.mark.parametrize("attention", ["flash_attention_2", "varlen_flash"])

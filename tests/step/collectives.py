@@ -152,11 +152,7 @@ def races(seed: int) -> Iterator[Races]:
         RaceError: a collective's tensors were changed while it was under way, or it was never waited for.
     """
     found = Races(seed)
-    before = {
-        name: getattr(dist, name)
-        for name in (*_COLLECTIVES, "batch_isend_irecv")
-        if hasattr(dist, name)
-    }
+    before = {name: getattr(dist, name) for name in (*_COLLECTIVES, "batch_isend_irecv")}
     aliases = {
         name: getattr(collectives, name) for name in ("all_gather_single", "_reduce_scatter")
     }

@@ -1,1 +1,1 @@
-"""Private names of transformers, by subject. Read and run with transformers 5.17.0 and 5.23.0."""
+"""Private names of transformers, by subject. Read and run with transformers 5.17 to 5.24."""

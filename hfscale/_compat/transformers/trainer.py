@@ -1,6 +1,6 @@
 """Private hooks of ``transformers.Trainer``, under public names of hfscale.
 
-Read and run with transformers 5.17 and 5.23; ``tests/integrations/trainer/test_host.py`` compares signatures.
+Read and run with transformers 5.17 to 5.24; ``tests/integrations/trainer/test_host.py`` compares signatures.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -33,6 +33,8 @@ class TrainerHooks(_Mixin):
     schedule and RNG, ``write_random_states(directory)`` for files that stock Trainer reads, and
     ``put_back_random_states()``, which restores the RNG states that were read last. For weights, it defines
     ``read_weights(checkpoint)`` to resume, and ``read_best_weights(checkpoint)``.
+
+    ``waiting_loss()`` runs the microbatches of a step in which an epoch has ended, and returns their loss.
 
     It also defines four methods that return context managers. ``written_aside(target)`` yields a directory to which
     Trainer writes instead of ``target``. ``kept_in_memory()`` is the same for a step that is saved to memory; for other
@@ -88,6 +90,7 @@ class TrainerHooks(_Mixin):
         *rest: Any,
         **more: Any,
     ) -> None:
+        tr_loss += self.waiting_loss()
         with self.around_reports():
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *rest, **more)
         if (kept := self.kept_in_memory()) is not None:  # after the step's other callbacks

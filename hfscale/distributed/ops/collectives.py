@@ -47,9 +47,8 @@ from ..processes import backend_of
 
 Map = Callable[[Tensor], Tensor]
 
-# torch 2.13 has renamed these functions, and warns about the old names.
-all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single: Any = dist.all_gather_single
+_reduce_scatter: Any = dist.reduce_scatter_single
 # From this size on, gloo's all-gather takes longer than an all-to-all of the same bytes: over two ranks 1.1 against 0.9
 # ms for 1 MiB, and 0.40 against 0.27 ms for 256 KiB. gloo's all-reduce stays faster: 0.6 against 1.5 ms for 1 MiB.
 _LARGE = 64 << 10

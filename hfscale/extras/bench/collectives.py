@@ -26,11 +26,6 @@ from ..._compat.torch_device import device_module, is_accelerator
 
 Call = Callable[[], object]
 
-_NEW_NAME = "reduce_scatter_single"  # since torch 2.13, which warns about the old name
-_reduce_scatter_into: Callable[[Tensor, Tensor], object] = getattr(
-    dist, _NEW_NAME, dist.reduce_scatter_tensor
-)
-
 _SECONDS = 0.2  # approximate time of measuring one collective with one size
 _MOST = 200
 
@@ -77,7 +72,7 @@ COLLECTIVES: dict[str, Callable[[Tensor, Tensor], Call]] = {
     "gather": lambda whole, part: partial(dist.gather, part, _at_root(whole), dst=0),
     "all-gather": lambda whole, part: partial(dist.all_gather, _pieces(whole), part),
     "scatter": lambda whole, part: partial(dist.scatter, part, _at_root(whole), src=0),
-    "reduce-scatter": lambda whole, part: partial(_reduce_scatter_into, part, whole),
+    "reduce-scatter": lambda whole, part: partial(dist.reduce_scatter_single, part, whole),
     "all-to-all": lambda whole, part: partial(
         dist.all_to_all_single, torch.empty_like(whole), whole
     ),

@@ -75,6 +75,11 @@ def _is_noticed(value: Any) -> bool:
     return isinstance(value, Noticed)
 
 
+def was_used(number: Any) -> bool:
+    """Return whether a number that records its uses has been used in a computation so far."""
+    return isinstance(number, Noticed) and bool(number.notes)
+
+
 class _WasUsed:
     """Convert to ``True`` if a number has been used in a computation so far."""
 
@@ -82,7 +87,7 @@ class _WasUsed:
         self._number = number
 
     def __bool__(self) -> bool:
-        return bool(self._number.notes)
+        return was_used(self._number)
 
 
 @contextmanager
@@ -97,7 +102,7 @@ def evaluated_as_trained(trainer: Any) -> Iterator[list[bool]]:
     def scaled(*args: Any, num_items_in_batch: Any = None, **options: Any) -> Any:
         with scaled_if_divided(trainer.args, num_items_in_batch) as items:
             loss = compute(*args, num_items_in_batch=items, **options)
-        divided.append(isinstance(items, Noticed) and bool(items.notes))
+        divided.append(was_used(items))
         return loss
 
     with attribute_replaced(trainer, "compute_loss", scaled):

@@ -1,16 +1,19 @@
-"""Average over the labels of all data ranks where only the model knows what its loss is a mean of.
+"""Average over the labels of all data ranks where only the model knows what its loss is a mean, or a sum, of.
 
 Some losses consist of cross entropies, each a mean over the labels that it does not ignore: answers inside of their
-rows, targets of speech, pixels, two heads. Ranks have different numbers of such labels, so the mean of the ranks' means
-is not the mean over the batches of all ranks. What a model computes with its means is therefore repeated on a shadow,
-whose gradient says how much each mean counts in the loss::
+rows, targets of speech, pixels, classes with weights, two heads. Ranks have different numbers of such labels, so the
+mean of the ranks' means is not the mean over the batches of all ranks. What a model computes with its means is
+therefore repeated on a shadow, whose gradient says how much each mean counts in the loss::
 
     mean of n labels --model--> loss            n, summed over all ranks: N
     shadow           --model--> shadow's loss --gradient w--> loss + w mean (ranks n / N - 1)
+
+CTC losses are means over rows, or with ``ctc_loss_reduction="sum"`` sums: loss + w sum (ranks - 1).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +23,9 @@ from torch.nn import functional
 
 from ..._compat.replaced import attribute_replaced
 from ..._compat.transformers.trainer import has_stock_loss
+from .items_in_batch import was_used
 
-_MOST_TERMS = 8  # of one loss; all ranks exchange equally many counts
+_MOST_TERMS = 32  # of one loss; all ranks exchange equally many counts
 
 
 class Tracked(Tensor):
@@ -70,42 +74,81 @@ def _shadow_of(value: Tensor) -> Tensor:
 
 
 class _Means:
-    """Compute cross entropies in the place of torch's function, and remember those that are means over labels."""
+    """Compute cross entropies and CTC losses in the place of torch's functions, and remember those that are means over
+    labels or rows, and sums over rows.
+    """
 
     def __init__(self) -> None:
         self.values: list[Tensor] = []
         self.leaves: list[Tensor] = []  # the beginnings of their shadows
-        self.counts: list[Tensor] = []
-        self._stock = functional.cross_entropy
+        self.counts: list[Tensor | int] = []
+        self.sums: list[int] = []  # which of the values are sums
+        self._cross_entropy = functional.cross_entropy
+        self._ctc_loss = functional.ctc_loss
 
     def cross_entropy(
-        self, input: Tensor, target: Tensor, *args: Any, ignore_index: int = -100, **options: Any
+        self,
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
     ) -> Tensor:
         """Return the cross entropy like torch; but 0, not NaN, if it ignores all labels of this rank."""
-        asked = {name: value for name, value in options.items() if value is not None}
-        smoothing = asked.pop("label_smoothing", 0.0)
-        # Of a weighted mean, or of one over soft labels, the number of labels is not the divisor.
-        if args or asked.pop("reduction", "mean") != "mean" or asked or target.is_floating_point():
-            return self._stock(input, target, *args, **{"ignore_index": ignore_index, **options})
-        count = (target != ignore_index).sum()
-        total = self._stock(
+        stock: Any = partial(
+            self._cross_entropy,
             input,
             target,
+            weight,
             ignore_index=ignore_index,
-            reduction="sum",
-            label_smoothing=smoothing,
+            label_smoothing=label_smoothing,
         )
-        mean = total / count.clamp(min=1)
-        leaf = mean.detach().clone().requires_grad_()
-        self.values.append(mean)
-        self.leaves.append(leaf)
-        self.counts.append(count)
-        with torch.enable_grad():
-            return Tracked.wrap(mean, leaf.clone())
+        outdated = size_average is not None or reduce is not None
+        # Of a mean over soft labels, the number of labels is not the divisor.
+        if outdated or reduction != "mean" or target.is_floating_point():
+            return stock(size_average=size_average, reduce=reduce, reduction=reduction)
+        valid = target != ignore_index
+        count = (valid if weight is None else weight[target.where(valid, 0)] * valid).sum()
+        return self._followed(stock(reduction="sum") / count.where(count > 0, 1), count)
 
-    def over_ranks(self, loss: Any, accelerator: Any, counts: bool) -> tuple[Any, Any]:
+    def ctc_loss(
+        self,
+        log_probs: Tensor,
+        targets: Tensor,
+        input_lengths: Any,
+        target_lengths: Any,
+        blank: int = 0,
+        reduction: str = "mean",
+        zero_infinity: bool = False,
+    ) -> Tensor:
+        """Return the CTC loss like torch."""
+        lengths = (input_lengths, target_lengths)
+        loss = self._ctc_loss(log_probs, targets, *lengths, blank, reduction, zero_infinity)
+        if reduction == "none":
+            return loss
+        rows = torch.as_tensor(input_lengths).numel()
+        return self._followed(loss, rows if reduction == "mean" else None)
+
+    def _followed(self, value: Tensor, count: Tensor | int | None) -> Tensor:
+        """Remember a mean with the number, or weight, of its labels; a sum with ``None``."""
+        if count is None:
+            self.sums.append(len(self.values))
+        leaf = value.detach().clone().requires_grad_()
+        self.values.append(value)
+        self.leaves.append(leaf)
+        self.counts.append(1 if count is None else count)
+        with torch.enable_grad():
+            return Tracked.wrap(value, leaf.clone())
+
+    def over_ranks(
+        self, loss: Any, accelerator: Any, counts: bool, divided: bool
+    ) -> tuple[Any, Any]:
         """Return a loss whose mean over the ranks is the loss over the labels of all ranks, and whether it consists
-        of means; collective. This rank's labels count if ``counts``.
+        of means or sums; collective. This rank's labels count if ``counts``. Trainer multiplies a loss that is
+        ``divided`` by the labels of all ranks by the number of ranks.
         """
         found = isinstance(loss, Tracked) and len(self.values) <= _MOST_TERMS
         terms = len(self.values) if found else 0
@@ -121,11 +164,17 @@ class _Means:
             return plain, False
         with torch.enable_grad():
             weights = torch.autograd.grad(loss.shadow.sum(), self.leaves, materialize_grads=True)
+        totals = every[2:]
+        totals[self.sums] = ranks if divided else 1
         # Where no label counts, the stock loss is NaN, which Trainer leaves out of an evaluation; training goes on.
-        shares = ranks * own[2:] / every[2:].clamp(min=int(torch.is_grad_enabled()))
-        for mean, weight, share in zip(self.values, weights, shares, strict=False):
+        if torch.is_grad_enabled():
+            totals = totals.where(totals > 0, 1)
+        for mean, weight, share in zip(
+            self.values, weights, ranks * own[2:] / totals, strict=False
+        ):
             more = torch.where(same, share - 1, 0.0).to(mean.dtype)
-            plain = plain + weight * mean * more
+            # An infinite CTC loss stays infinite.
+            plain = plain + torch.where(more == 0, 0, weight * mean * more)
         return plain, same
 
 
@@ -146,10 +195,14 @@ def means_over_ranks(trainer: Any, counts: bool = True) -> Iterator[list[Any]]:
 
     def over_ranks(model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
         means = _Means()
-        with attribute_replaced(functional, "cross_entropy", means.cross_entropy):
+        with (
+            attribute_replaced(functional, "cross_entropy", means.cross_entropy),
+            attribute_replaced(functional, "ctc_loss", means.ctc_loss),
+        ):
             result = compute(model, inputs, return_outputs, **options)
         loss, outputs = result if return_outputs else (result, None)
-        loss, found = means.over_ranks(loss, trainer.accelerator, counts)
+        divided = was_used(options.get("num_items_in_batch"))
+        loss, found = means.over_ranks(loss, trainer.accelerator, counts, divided)
         averaged.append(found)
         return (loss, outputs) if return_outputs else loss
 

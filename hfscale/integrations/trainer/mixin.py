@@ -109,8 +109,6 @@ class TrainerMixin(Checkpoints, DataHooks):
                 check_dispatch(arguments)
             check_engine(type(self), arguments)
         self._parallel, self._waiting = parallel, list[Any]()
-        # The loss of a step that has fewer batches because the data ended.
-        self._carried: Tensor | float = 0.0
         self._items: Any = None
         context = ExitStack()
         layout = parallel
@@ -254,7 +252,6 @@ class TrainerMixin(Checkpoints, DataHooks):
         resume_from_checkpoint = resumed_from(resume_from_checkpoint, Path(output), mesh, newest)
         # an earlier run may have ended within a step
         self._waiting = []
-        self._carried = 0.0
         self.forget_engine()
         with trainer.batches_skipped_by_accelerator(self), trainer.kernels_left_alone():
             done = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -301,9 +298,6 @@ class TrainerMixin(Checkpoints, DataHooks):
         """Return a step's batches like Trainer, without the rows that pad data ranks' batches at the end of an
         epoch.
         """
-        # The data ended within a step: stock Trainer adds these gradients to the next step's gradients.
-        if self._waiting:
-            self._carried = self._run_waiting(self._items)
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         drops = self.uses_train_step
         stream = isinstance(self.train_dataset, IterableDataset)
@@ -338,18 +332,19 @@ class TrainerMixin(Checkpoints, DataHooks):
             self.optimizer.train()
         self._waiting.append(trainer.prepared(self, inputs))
         count_microbatch(self)
-        loss = self._carried
-        self._carried = 0.0
-        if self.accelerator.sync_gradients:
-            loss = loss + self._run_waiting(num_items_in_batch)
-        else:
-            self._items = num_items_in_batch
-        return torch.as_tensor(loss, dtype=torch.float32, device=self.args.device)
+        self._items = num_items_in_batch
+        return self.waiting_loss(self.accelerator.sync_gradients)
 
-    def _run_waiting(self, num_items_in_batch: Any) -> Tensor:
-        batches = self._waiting
-        self._waiting = []
-        return self.run_microbatches(batches, num_items_in_batch)
+    def waiting_loss(self, complete: bool = True) -> Tensor:
+        """Run the microbatches that wait, if their step is ``complete``; return their loss, else 0. If an epoch ends
+        within a step, stock Trainer adds the gradients of its microbatches to the next step's gradients.
+        """
+        loss: Tensor | float = 0.0
+        if complete and self._waiting:
+            batches = self._waiting
+            self._waiting = []
+            loss = self.run_microbatches(batches, self._items)
+        return torch.as_tensor(loss, dtype=torch.float32, device=self.args.device)
 
     def run_microbatches(self, batches: list[Any], num_items_in_batch: Any) -> Tensor:
         """Run forward and backward passes over the microbatches of a step; return the step's loss."""
@@ -385,7 +380,9 @@ class TrainerMixin(Checkpoints, DataHooks):
         counts = torch.stack([loss.count_labels(batch)[0].cpu() for batch in batches]).double()
         if self.accelerator.num_processes > 1:
             counts = self.accelerator.reduce(counts.to(self.accelerator.device), "sum")
-        return [*counts.clamp(min=1.0) * (1 if given else len(batches))]
+        # A callback may end the training within a step.
+        accumulated = max(self.current_gradient_accumulation_steps, len(batches))
+        return [*counts.clamp(min=1.0) * (1 if given else accumulated)]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate like Trainer, with generated predictions in any layout."""

@@ -118,7 +118,7 @@ def cut_by_schedule(
 
 def rebalances(arguments: Any) -> bool:
     """Return whether ``TrainingArguments`` request batches of equal cost, whose numbers of rows differ."""
-    return getattr(arguments, "train_sampling_strategy", None) == "batch_rebalance"
+    return arguments.train_sampling_strategy == "batch_rebalance"
 
 
 def pieces(

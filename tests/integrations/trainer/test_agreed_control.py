@@ -56,7 +56,7 @@ def history(
         callbacks=[asks(event, what)],
     )
     trainer.train()
-    kept = ("step", "loss", "eval_loss", "epoch")
+    kept = ("step", "loss", "eval_loss", "epoch", "train_loss")
     rows = [{name: row[name] for name in kept if name in row} for row in trainer.state.log_history]
     return [*rows, {"saved": float(len([*Path(out).glob("checkpoint-*")]))}]
 
@@ -84,3 +84,17 @@ def test_all_ranks_do_what_one_rank_asks_for(
         assert len(found) == len(expected)
         for ours, theirs in zip(found, expected, strict=True):
             assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+@pytest.mark.daily("layout0")
+@pytest.mark.parametrize("layout", [{"pp_size": 2, "num_microbatches": 4}, {"dp_shard_size": 2}])
+def test_a_step_that_training_stops_in_counts_in_the_summary(
+    pools: Pools, tmp_path: Path, layout: Layout
+) -> None:
+    path = str(tmp_path / "model")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny("llama"), dtype=torch.float32).save_pretrained(path)
+    asked = ("on_substep_end", "should_training_stop")
+    expected = history(path, str(tmp_path / "stock"), None, *asked)
+    for found in pools(2).run(history, path, str(tmp_path / "ours"), layout, *asked):
+        assert found == [pytest.approx(row, abs=1e-5) for row in expected]

@@ -21,7 +21,7 @@ OWN = {
     "check_loss",
     "around_inputs",
     "around_reports",
-    "_run_waiting",
+    "waiting_loss",
     "run_microbatches",
     "arguments_of_data",
     "written_aside",

@@ -17,6 +17,7 @@ from hfscale import ParallelConfig
 from hfscale.models.clone import tiny_clone
 from hfscale.testing import RankPool
 
+from .test_items_in_batch import SMALL
 from .test_uses import arguments
 
 Pools = Callable[[int], RankPool]
@@ -110,6 +111,29 @@ def pixels(index: int, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"pixel_values": picture, "labels": torch.nn.functional.pad(labels, (0, 4)).view(32, 32)}
 
 
+def spoken(index: int, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of different lengths, with different numbers of labels."""
+    heard = (torch.arange(64) < 40 + index * 7 % 24).long()
+    labels = few_labels(index, ids[:6])
+    return {"input_values": drawn(index, 64) * heard, "attention_mask": heard, "labels": labels}
+
+
+def weighted(index: int, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"input_ids": ids, "labels": few_labels(index, (ids * (ids > 50) > 0).long())}
+
+
+class Weighted(transformers.BertForTokenClassification):
+    """Its classes have weights."""
+
+    def forward(self, input_ids: Any, labels: Any = None, **given: Any) -> Any:  # type: ignore[override]
+        output = super().forward(input_ids, **given)
+        if labels is not None:
+            weight = torch.tensor([0.1, 1.0], dtype=output.logits.dtype)
+            loss = torch.nn.CrossEntropyLoss(weight)
+            output.loss = loss(output.logits.flatten(0, 1), labels.flatten())
+        return output
+
+
 def drawn(index: int, *size: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(index)
     return torch.randn(size, generator=generator, dtype=torch.float64)
@@ -138,6 +162,9 @@ def small(family: str) -> Any:
             "num_attention_heads": [2, 2], "mlp_ratios": [2, 2], "num_encoder_blocks": 2, "decoder_hidden_size": 16,
         }  # fmt: skip
         return transformers.SegformerConfig(**sizes, num_labels=2)
+    if family.startswith("wav2vec2"):
+        reduction = family.partition(" ")[2]
+        return transformers.Wav2Vec2Config(**SMALL, vocab_size=60, ctc_loss_reduction=reduction)
     more = {"max_source_positions": 10} if family == "whisper" else {"num_labels": 2}
     config = AutoConfig.for_model(family, **more)
     return tiny_clone(config, layers=2, decoder_start_token_id=0, pad_token_id=0)
@@ -149,6 +176,9 @@ ONLY_KNOWN_TO_THE_MODEL = {
     "choices": (transformers.AutoModelForMultipleChoice, "bert", choices),
     "two heads": (transformers.AutoModelForPreTraining, "bert", two_heads),
     "speech": (transformers.AutoModelForSpeechSeq2Seq, "whisper", speech),
+    "speech, a mean over rows": (transformers.AutoModelForCTC, "wav2vec2 mean", spoken),
+    "speech, a sum over rows": (transformers.AutoModelForCTC, "wav2vec2 sum", spoken),
+    "classes with weights": (Weighted, "bert", weighted),
     "pixels": (transformers.AutoModelForSemanticSegmentation, "segformer", pixels),
 }
 
@@ -171,7 +201,7 @@ def trained(path: str, out: str, case: str, layout: Layout | None) -> list[dict[
     return [{name: row[name] for name in SAID if name in row} for row in trainer.state.log_history]
 
 
-@pytest.mark.daily("answers")
+@pytest.mark.daily("answers", "speech, a sum over rows", "classes with weights")
 @pytest.mark.parametrize("case", ONLY_KNOWN_TO_THE_MODEL)
 def test_losses_that_only_the_model_knows_count_each_label_alike(
     pools: Pools, tmp_path: Path, case: str
@@ -179,7 +209,9 @@ def test_losses_that_only_the_model_knows_count_each_label_alike(
     """Also where a rank's last row only pads its batch."""
     auto_class, family, _ = ONLY_KNOWN_TO_THE_MODEL[case]
     torch.manual_seed(0)
-    auto_class.from_config(small(family)).save_pretrained(tmp_path / "model")
+    config = small(family)
+    model = auto_class(config) if auto_class is Weighted else auto_class.from_config(config)
+    model.save_pretrained(tmp_path / "model")
     stock = trained(str(tmp_path / "model"), str(tmp_path), case, None)
     assert len(stock) == (1 if family == "segformer" else 5)
     for layout in ({"dp_shard_size": 2}, {"dp_replicate_size": 2}):

@@ -40,10 +40,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"bf16": True}, "mixed_precision='bf16'"),
     ({"fp16": True}, "mixed_precision='fp16'"),
     ({"use_liger_kernel": True}, "from_pretrained(..., use_liger_kernel=True)"),
+    ({"dataloader_num_workers": 2, "dataloader_in_order": False}, "as workers finish"),
 ]
-if hasattr(TrainingArguments, "dataloader_in_order"):  # of newer transformers
-    unordered = {"dataloader_num_workers": 2, "dataloader_in_order": False}
-    REFUSED.append((unordered, "as workers finish"))
 
 
 def arguments(out: str, **given: Any) -> TrainingArguments:

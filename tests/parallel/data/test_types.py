@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 import hfscale
-from hfscale import ConfigError, ParallelConfig
-from hfscale._compat import torch_fsdp
+from hfscale import ParallelConfig
 from hfscale.testing import RankPool
 from hfscale.train.runtime import local_tensor, runtime_of
 from tests.tiny_models import needs, tiny
@@ -61,7 +60,7 @@ class MixedLlama(LlamaForCausalLM):
             layer.post_attention_layernorm = _ScaledNorm(layer.post_attention_layernorm)
 
 
-def _model(float32: bool = True) -> MixedLlama:
+def _model() -> MixedLlama:
     torch.manual_seed(0)
     model = MixedLlama._from_config(tiny("llama"), dtype=torch.float64).train()
     for layer in model.model.layers:  # the Auto classes build in one default type
@@ -70,20 +69,12 @@ def _model(float32: bool = True) -> MixedLlama:
             norm.bias.data.float(),
             norm.scale.weight.data.float(),
         )
-        if not float32:
-            norm.bias.data = norm.bias.data.double()
     return model
 
 
-def trained(
-    sizes: dict[str, Any], expected: tuple[float, dict[str, Tensor]], several: bool = True
-) -> dict[str, float]:
+def trained(sizes: dict[str, Any], expected: tuple[float, dict[str, Tensor]]) -> dict[str, float]:
     """The largest error of each parameter's gradient, relative to its largest entry; of the loss."""
-    has, torch_fsdp._has_several_groups = torch_fsdp._has_several_groups, lambda: several and has()
-    try:
-        model = hfscale.parallelize(_model(float32=several), ParallelConfig(**sizes))
-    finally:
-        torch_fsdp._has_several_groups = has
+    model = hfscale.parallelize(_model(), ParallelConfig(**sizes))
     world = hfscale.batch_world(model)
     rows = IDS[hfscale.batch_rank(model) :: world]
     loss, gradients = expected
@@ -101,8 +92,8 @@ def trained(
     return errors
 
 
-def _reference(float32: bool = True) -> tuple[float, dict[str, Tensor]]:
-    model = _model(float32)
+def _reference() -> tuple[float, dict[str, Tensor]]:
+    model = _model()
     loss = model(input_ids=IDS, labels=IDS).loss
     loss.backward()
     return float(loss.detach()), {
@@ -116,31 +107,6 @@ def test_two_types_in_one_layer(pools: Pools, layout: str) -> None:
     world = ParallelConfig(**sizes).total_size
     for errors in pools(world).run(trained, sizes, _reference()):
         assert {name: error for name, error in errors.items() if error > 1e-6} == {}
-
-
-def test_with_one_group_for_each_module(pools: Pools) -> None:
-    """As torch 2.11 has it: what a module holds alone is wrapped by itself, and what it does not is refused."""
-    for errors in pools(2).run(
-        trained, LAYOUTS["shard2"], _reference(float32=False), several=False
-    ):
-        assert max(errors.values()) < 1e-6
-
-
-def refused_with_one_group() -> str:
-    has = torch_fsdp._has_several_groups
-    torch_fsdp._has_several_groups = lambda: False
-    try:
-        with pytest.raises(ConfigError) as caught:
-            hfscale.parallelize(_model(), ParallelConfig(dp_shard_size=2))
-    finally:
-        torch_fsdp._has_several_groups = has
-    return str(caught.value)
-
-
-def test_two_types_in_one_module_with_one_group(pools: Pools) -> None:
-    for message in pools(2).run(refused_with_one_group):
-        assert "post_attention_layernorm.bias" in message
-        assert "mixed_precision='bf16'" in message
 
 
 def _mixed_step(name: str) -> tuple[float, str]:
