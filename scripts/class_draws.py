@@ -34,6 +34,7 @@ from tests.fuzz.choose_family import has_experts
 from tests.fuzz.forked import ForkedRanks
 from tests.fuzz.layouts import choose_layout, stages_of
 from tests.fuzz.many import import_everything
+from tests.plain_cases import UserLossCase
 
 MAX_RANKS = 4
 Table = dict[str, dict[str, set[str]]]
@@ -105,17 +106,21 @@ def judge(
 
     if adapters or kind.recipe:
         fields = {**fields, "build": "from_pretrained", "frozen": ()}
-    microbatches = layout.get("num_microbatches")
-    if microbatches and layout.get("pp_size", 1) > 1:
-        fields = {**fields, "accumulation": microbatches}
 
-    def changed(case: Case) -> Case:  # data ranks build some models in one way only
-        return replace(
-            case,
-            **{**fields, "build": case.build if case.build == "parallelize" else fields["build"]},
-        )
+    def changed(case: Case) -> Case:
+        return fitted(case, chosen(case), fields)
 
     return judge_case(kind, config, chosen, ranks, RECIPE if kind.recipe else adapters, changed)
+
+
+def fitted(case: Case, layout: hfscale.ParallelConfig, fields: dict[str, Any]) -> Case:
+    """The case with these fields, as far as it and the layout take them."""
+    # Stages that split a batch into microbatches would part the pairs of a user's loss.
+    if layout.num_microbatches or isinstance(case, UserLossCase):
+        fields = {**fields, "accumulation": layout.microbatches_of(fields["accumulation"])}
+    if case.build == "parallelize":  # data ranks build some models in one way only
+        fields = {**fields, "build": case.build}
+    return replace(case, **fields)
 
 
 def judged(*drawn: Any) -> tuple[str, str]:

@@ -282,7 +282,8 @@ def ended(failed: RanksFailed) -> tuple[str, str]:
     ]
     if not errors:
         return "hang", "ranks stand still"
-    first = (own or errors)[0]
+    # the rank that says why, before those that only heard of it
+    first = min(own or errors, key=lambda end: "other rank(s)" in end.error)
     if not first.refused:
         return "crash", short(first.error)
     # What a batch is refused for cannot be known before there is one.
