@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import GradScalerKwargs
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 from peft import LoraConfig
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -39,6 +39,7 @@ def start(tmp_path: Path) -> str:
 
 def _fresh() -> Any:
     AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()  # an earlier Trainer may have stopped within an accumulation
     return hfscale.Accelerator()
 
 
