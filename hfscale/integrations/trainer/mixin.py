@@ -253,8 +253,12 @@ class TrainerMixin(Checkpoints, DataHooks):
         # an earlier run may have ended within a step
         self._waiting = []
         self.forget_engine()
-        with trainer.batches_skipped_by_accelerator(self), trainer.kernels_left_alone():
-            done = super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            with trainer.batches_skipped_by_accelerator(self), trainer.kernels_left_alone():
+                done = super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            # If it stops within an accumulation, optimizers of later loops in this process would not step.
+            self.accelerator.sync_gradients = True
         return done._replace(training_loss=done.metrics["train_loss"])
 
     def forget_engine(self) -> None:

@@ -56,6 +56,9 @@ def history(
         callbacks=[asks(event, what)],
     )
     trainer.train()
+    if layout is None:  # stock leaves it off, for all later loops of this process
+        trainer.accelerator.sync_gradients = True
+    assert trainer.accelerator.sync_gradients
     kept = ("step", "loss", "eval_loss", "epoch", "train_loss")
     rows = [{name: row[name] for name in kept if name in row} for row in trainer.state.log_history]
     return [*rows, {"saved": float(len([*Path(out).glob("checkpoint-*")]))}]
