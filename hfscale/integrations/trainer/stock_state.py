@@ -143,10 +143,16 @@ def _gathered(
         planned.name: optimizer.state.get(parameter, {})
         for planned, parameter in runtime.parameters()
     }
+    # Optimizers do not update empty shards, whose counts of steps remain those that a resume has loaded.
+    updated = {
+        planned.name
+        for planned, parameter in runtime.parameters()
+        if local_tensor(parameter).numel()
+    }
     scalars = {
         name: {key: value for key, value in states.items() if kinds[name].get(key) is None}
         for name, states in held.items()
-        if states
+        if states and name in updated
     }
     gathered: dict[str, dict[str, Any]] = {}
     for of_rank in runtime.mesh.all_gather_object(scalars):
@@ -160,7 +166,7 @@ def _gathered(
         typed = [replace(entry, dtype=dtype) for entry, dtype in types if dtype is not None]
         for entry, tensor in full_tensors(runtime, typed, partial(_share, held, key)):
             if runtime.mesh.is_first and entry.planned:
-                gathered[entry.planned.name][key] = tensor.cpu().clone()
+                gathered.setdefault(entry.planned.name, {})[key] = tensor.cpu().clone()
     return gathered
 
 
