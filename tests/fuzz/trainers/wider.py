@@ -208,7 +208,10 @@ def _go_on(draw: dict[str, Any], arguments: dict[str, Any]) -> None:
     left_out = ["save_only_model", "load_best_model_at_end"]
     if draw["model"] in MIXTURES:  # held to a run that does not stop, and begins but once
         left_out += ["eval_on_start", "ignore_data_skip", "restore_callback_states_from_checkpoint"]
-        left_out += ["sync_ref_model", "ref_model_sync_steps"]  # a reference that follows begins anew
+        left_out += [
+            "sync_ref_model",
+            "ref_model_sync_steps",
+        ]  # a reference that follows begins anew
         # Whose row is behind the checkpoint at the end of an epoch.
         if arguments.get("eval_strategy") == "epoch":
             arguments |= {"eval_strategy": "steps", "eval_steps": 2}

@@ -233,7 +233,7 @@ def save_optimizer_of_a_score(directory: str) -> None:
 
 
 def test_a_weight_of_which_a_data_rank_has_nothing_is_written(pools: Pools, tmp_path: Path) -> None:
-    """A head of one row: an optimizer has no state of its empty shard, and after a resume one that it does not update."""
+    """A head of one row: an optimizer has no state of its empty shard, or one from a resume that it does not update."""
     pools(2).run(save_optimizer_of_a_score, str(tmp_path))
     states = torch.load(tmp_path / stock_state.OPTIMIZER)["state"].values()
     (score,) = (state for state in states if state["exp_avg"].shape == (1, 32))

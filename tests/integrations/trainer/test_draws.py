@@ -248,5 +248,6 @@ def test_draws_follow_from_seed_and_index_and_reach_every_choice() -> None:
 def test_runs_that_go_on_leave_out_what_stock_code_begins_anew(seed: int, index: int) -> None:
     """Orders of rows after references were computed; references of mixtures, which are held to a run without a stop."""
     draw = choose(seed, index)
-    assert draw.trainer == "DPOTrainer" and draw.resume
+    assert draw.trainer == "DPOTrainer"
+    assert draw.resume
     assert not {"sync_ref_model", "precompute_ref_log_probs"} & draw.arguments.keys()
