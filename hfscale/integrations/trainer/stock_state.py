@@ -143,19 +143,8 @@ def _gathered(
         planned.name: optimizer.state.get(parameter, {})
         for planned, parameter in runtime.parameters()
     }
-    # Optimizers do not update empty shards, whose counts of steps remain those that a resume has loaded.
-    updated = {
-        planned.name
-        for planned, parameter in runtime.parameters()
-        if local_tensor(parameter).numel()
-    }
-    scalars = {
-        name: {key: value for key, value in states.items() if kinds[name].get(key) is None}
-        for name, states in held.items()
-        if states and name in updated
-    }
     gathered: dict[str, dict[str, Any]] = {}
-    for of_rank in runtime.mesh.all_gather_object(scalars):
+    for of_rank in runtime.mesh.all_gather_object(_scalars(runtime, held, kinds)):
         for name, values in of_rank.items():
             gathered.setdefault(name, {}).update(values)
     entries = [
@@ -168,6 +157,19 @@ def _gathered(
             if runtime.mesh.is_first and entry.planned:
                 gathered.setdefault(entry.planned.name, {})[key] = tensor.cpu().clone()
     return gathered
+
+
+def _scalars(
+    runtime: Runtime, held: dict[str, dict[str, Any]], kinds: _Kinds
+) -> dict[str, dict[str, Any]]:
+    """Return the scalars of the parameters' states on this rank."""
+    # Optimizers do not update empty shards, whose counts of steps remain those that a resume has loaded.
+    updated = [p.name for p, parameter in runtime.parameters() if local_tensor(parameter).numel()]
+    return {
+        name: {key: value for key, value in held[name].items() if kinds[name].get(key) is None}
+        for name in updated
+        if held[name]
+    }
 
 
 def _share(held: dict[str, Any], key: str, entry: SavedTensor) -> Tensor | None:
