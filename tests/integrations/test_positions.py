@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
+from accelerate.state import AcceleratorState
 from torch.utils.data import BatchSampler, DataLoader
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
@@ -194,6 +195,7 @@ def test_prepared_loaders(pools: Pools, tmp_path: Path, kind: str) -> None:
 
 def test_a_shuffle_without_a_seed() -> None:
     """Of which a state would not tell the order of an epoch."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # another test's precision
     accelerator = hfscale.Accelerator(cpu=True, mixed_precision="no")
     # Which needs torchdata in its constructor.
     accelerator.dataloader_config.use_stateful_dataloader = True

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import hfscale
 from hfscale import ParallelConfig
-from hfscale._compat.torch_fsdp import _groups, _states
+from hfscale._compat.torch_fsdp import _states
 from hfscale._compat.transformers.computing import enable_checkpointing
 from hfscale.testing import RankPool, Traffic, count_traffic
 
@@ -163,7 +163,7 @@ def count_reductions(layout: ParallelConfig, microbatches: int) -> tuple[Traffic
 
     def note(*_: object) -> None:
         found = 0
-        groups = (group for state in _states(model) for group in _groups(state))
+        groups = (group for state in _states(model) for group in state._fsdp_param_groups)
         for parameter in (each for group in groups for each in group.fsdp_params):
             added = parameter.unsharded_accumulated_grad
             grads = (added, getattr(parameter, "_unsharded_param", torch.empty(0)).grad)
