@@ -337,18 +337,18 @@ class TrainerMixin(Checkpoints, DataHooks):
         self._waiting.append(trainer.prepared(self, inputs))
         count_microbatch(self)
         self._items = num_items_in_batch
-        return self.waiting_loss(self.accelerator.sync_gradients)
-
-    def waiting_loss(self, complete: bool = True) -> Tensor:
-        """Run the microbatches that wait, if their step is ``complete``; return their loss, else 0. If an epoch ends
-        within a step, stock Trainer adds the gradients of its microbatches to the next step's gradients.
-        """
-        loss: Tensor | float = 0.0
-        if complete and self._waiting:
-            batches = self._waiting
-            self._waiting = []
-            loss = self.run_microbatches(batches, self._items)
+        loss = self.waiting_loss() if self.accelerator.sync_gradients else 0.0
         return torch.as_tensor(loss, dtype=torch.float32, device=self.args.device)
+
+    def waiting_loss(self) -> Tensor | float:
+        """Run the microbatches that wait for their step's last one; return their loss, 0 if none waits. If an epoch
+        ends within a step, stock Trainer adds the gradients of its microbatches to the next step's gradients.
+        """
+        if not self._waiting:
+            return 0.0
+        batches = self._waiting
+        self._waiting = []
+        return self.run_microbatches(batches, self._items)
 
     def run_microbatches(self, batches: list[Any], num_items_in_batch: Any) -> Tensor:
         """Run forward and backward passes over the microbatches of a step; return the step's loss."""
